@@ -1,0 +1,9 @@
+"""The gradient of the big batch, exactly, on the GPU you have."""
+
+from bigbatch.accumulator import Accumulator
+from bigbatch.errors import BigBatchError
+from bigbatch.micro_batched import MicroBatched
+from bigbatch.terms import Recipe, StepReport
+from bigbatch.windows import windows
+
+__all__ = ["Accumulator", "BigBatchError", "MicroBatched", "Recipe", "StepReport", "windows"]

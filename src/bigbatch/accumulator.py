@@ -1,0 +1,247 @@
+"""Door 1: the loss adds up, so the batch is run micro-batch by micro-batch: g = Σ_k w_k ∇loss_k."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.core import models
+from bigbatch.core.buffers import Buffers
+from bigbatch.core.gradients import Border, added_at_once, detached
+from bigbatch.core.join import join
+from bigbatch.core.move import ahead, to_device
+from bigbatch.core.own_loss import OwnLoss
+from bigbatch.core.rules import rule_for, weigh
+from bigbatch.core.split import Piece, Splitter, check_size
+from bigbatch.engines import recompute, sequential
+from bigbatch.errors import OptionError
+from bigbatch.terms import StepReport
+from bigbatch.windows import Window, in_a_row
+
+UNKNOWN_LOSS = (
+    "bigbatch does not know this loss's denominator, so the loss is computed once on the outputs of the whole batch: "
+    "exact, at the price of a second forward. If it is a mean over samples, pass reduction='mean'; if it divides by "
+    "something else, pass reduction=count, a function count(inputs, targets) -> number of one micro-batch, and divide "
+    "by the third argument: loss_fn(outputs, targets, count). Both save the second forward."
+)
+
+
+class Accumulator:
+    """Gives the gradient of the whole batch while one micro-batch at a time is in memory.
+
+    Args:
+        model: a module, or a plain function that returns the loss (then `loss_fn=None`, and `reduction` is stated).
+        loss_fn: `loss_fn(outputs, targets)` returns a scalar. The losses of `torch.nn` and `torch.nn.functional` are
+            known by their denominators. None: the model returns its own loss, as Hugging Face models do.
+        micro_batch_size: samples in one micro-batch; None runs a batch in one piece and a window as delivered.
+        reduction: "auto", "mean" (over samples), "sum", or `count(inputs, targets)`, the denominator of one
+            micro-batch: a number, a 0-d tensor or a dict of them. The counts of the batch are summed before any
+            forward and handed on: `loss_fn(outputs, targets, count)` divides its sums by them.
+        batch_norm: "exact" refuses batch norm in training mode, "local" lets it see one micro-batch at a time.
+        split: names of fields that all samples share, `{name: "shared" | "samples" | "fields"}`, or a function
+            `split(inputs, targets, micro_batch_size)` that yields `(samples, inputs, targets)`.
+        autocast: the dtype of `torch.autocast` around forward and loss; None leaves autocast as the caller set it.
+        scaler: a `torch.amp.GradScaler`; gradients are multiplied by its scale, the returned loss is not.
+        grad_dtype: the dtype in which gradients of bfloat16 and float16 parameters are kept and added up.
+        modules: the modules behind a plain function, where they cannot be found through it.
+
+    Raises:
+        BigBatchError: an option, a batch, a loss or a model that would need a guess. No `.grad` has changed then.
+
+    Source: the equation is that of section 3 of the design; Hugging Face's account of how mean losses go wrong under
+    accumulation is at https://huggingface.co/blog/gradient_accumulation.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model, loss_fn = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    >>> inputs, targets = torch.randn(10, 4), torch.randint(0, 3, (10,))
+    >>> accumulator = Accumulator(model, loss_fn, micro_batch_size=4)
+    >>> loss = accumulator.backward(inputs, targets)
+    >>> torch.allclose(loss, loss_fn(model(inputs), targets))
+    True
+    >>> accumulator.report.micro_batches, accumulator.report.denominator
+    (3, 10)
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        loss_fn: Callable[..., Tensor] | None,
+        *,
+        micro_batch_size: int | None = None,
+        reduction: str | Callable[..., Any] = "auto",
+        batch_norm: str = "exact",
+        split: Any = None,
+        autocast: torch.dtype | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        grad_dtype: torch.dtype | None = None,
+        modules: Iterable[nn.Module] | None = None,
+    ) -> None:
+        models.check_option("batch_norm", batch_norm, models.BATCH_NORM_MODES)
+        check_size(micro_batch_size)
+        self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
+        self.batch_norm, self.autocast, self.scaler, self.grad_dtype = batch_norm, autocast, scaler, grad_dtype
+        self.modules = list(modules) if modules is not None else models.find_modules(model, loss_fn)
+        self.report: StepReport | None = None
+        self.around: Callable[[Piece], AbstractContextManager[object]] | None = None
+        models.refuse_parallel(self.modules)
+        self.splitter = Splitter(split, models.sizes_of(models.parameters_of(models.inner_modules(self.modules))))
+        self.rule = rule_for(model, loss_fn, reduction)
+        self.own_loss = OwnLoss(model, self.modules, self.splitter) if self.rule is None and loss_fn is None else None
+        self._refuse_plain_function(reduction)
+        if self.rule is None and loss_fn is not None:
+            warnings.warn(UNKNOWN_LOSS, stacklevel=2)
+
+    def backward(
+        self, inputs: Any, targets: Any = None, *, on_outputs: Callable[[Any, Any], object] | None = None
+    ) -> Tensor:
+        """Adds the gradient of the whole batch's loss to every `.grad`; was `loss_fn(model(inputs), targets).backward()`.
+
+        Args:
+            inputs: the batch: a tensor is `model(inputs)`, a tuple `model(*inputs)`, a mapping `model(**inputs)`; or a
+                `Window`, whose micro-batches are `(inputs, targets)` pairs (inputs alone where `loss_fn` is None).
+            targets: what `loss_fn` compares with; None where they travel in `inputs`, or in the window.
+            on_outputs: called with the detached outputs and the targets of every micro-batch, for metrics.
+
+        Returns:
+            The loss of the whole batch: 0-d, detached, on the model's device, without waiting for it.
+
+        Raises:
+            BigBatchError: the batch cannot be cut, or the loss cannot be weighed, without guessing. Every `.grad` and
+                every buffer is then as it was before the call, as after any other error inside.
+        """
+        start = time.perf_counter()
+        inner = models.inner_modules(self.modules)
+        parameters = models.parameters_of(inner)
+        device = models.device_of(parameters)
+        border = Border(*self._items(inputs, targets))
+        items: list[tuple[Any, Any]] = list(border.parts)
+        pieces = in_a_row(piece for item in items for piece in self.splitter.pieces(*item, self.micro_batch_size))
+        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces))
+        buffers = Buffers(inner)
+        with buffers.put_back_on_error(), added_at_once(parameters, self.grad_dtype):
+            if not pieces:
+                loss, denominator = torch.zeros((), device=device), None
+            elif self.rule is None and self.own_loss is None:
+                loss, denominator = self._joint(pieces, items, device, buffers, parameters, on_outputs), None
+            else:
+                loss, denominator = self._sequential(pieces, items, device, buffers, parameters, on_outputs)
+            border.backward()
+        buffers.settle()
+        self.report = StepReport(
+            samples=sum(piece.samples for piece in pieces),
+            micro_batches=len(pieces),
+            micro_batch_size=max((piece.samples for piece in pieces), default=0),
+            denominator=denominator,
+            peak_bytes=torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None,
+            seconds=time.perf_counter() - start,
+        )
+        return loss
+
+    def _sequential(
+        self,
+        pieces: Sequence[Piece],
+        items: Sequence[tuple[Any, Any]],
+        device: torch.device | None,
+        buffers: Buffers,
+        parameters: Sequence[nn.Parameter],
+        on_outputs: Callable[[Any, Any], object] | None,
+    ) -> tuple[Tensor, Any]:
+        rule = self.rule or cast(OwnLoss, self.own_loss).rule(pieces, device)
+        weights, totals, denominator = weigh(rule, pieces, items, device)
+        extra = rule.extra(totals)
+
+        def loss_of(piece: Piece) -> Tensor:
+            outputs = models.call(self.model, piece.inputs, extra)
+            if on_outputs is not None:
+                on_outputs(detached(outputs), piece.targets)
+            return rule.of(outputs, piece, totals)
+
+        whole = sum(piece.samples for piece in pieces)
+        shares = [piece.samples / whole for piece in pieces]
+        scale = self.scaler.scale if self.scaler is not None else None
+        stay = device is None or all(to_device(item, device) is item for item in items)
+        there: Iterable[Piece] = pieces if device is None or stay else ahead(pieces, device)
+        return sequential.run(there, weights, shares, self._inside(loss_of), buffers, parameters, scale), denominator
+
+    def _joint(
+        self,
+        pieces: Sequence[Piece],
+        items: Sequence[tuple[Any, Any]],
+        device: torch.device | None,
+        buffers: Buffers,
+        parameters: Sequence[nn.Parameter],
+        on_outputs: Callable[[Any, Any], object] | None,
+    ) -> Tensor:
+        """A loss that nobody can weigh is computed once, on the outputs of the whole batch."""
+
+        def forward(piece: Piece) -> Any:
+            return models.call(self.model, piece.inputs)
+
+        loss_fn = cast(Callable[..., Tensor], self.loss_fn)
+        samples = [self.splitter.count(*item) for item in items]
+        targets = join([target for _, target in items], samples, "targets") if len(items) > 1 else items[0][1]
+        targets = targets if device is None else to_device(targets, device)
+        kept = 1 if len(pieces) == 1 else 0
+        inside = self._inside(forward)
+        check = functools.partial(recompute.refuse_tied_axes, pieces, inside, self.splitter, buffers, device)
+        outputs = recompute.run(pieces, inside, buffers, device, kept=kept, weights=parameters, check=check)
+        if on_outputs is not None:
+            on_outputs(detached(outputs), targets)
+        with buffers.lent(1.0):
+            with self._autocast():
+                loss = sequential.scalar(loss_fn(outputs, targets))
+            seed = sequential.weight_like(1.0, loss)
+            torch.autograd.backward(loss, self.scaler.scale(seed) if self.scaler is not None else seed)
+        return loss.detach()
+
+    def _inside(self, function: Callable[[Piece], Any]) -> Callable[[Piece], Any]:
+        """The function, run under autocast and under whatever a proof puts around a micro-batch."""
+        if self.autocast is None and self.around is None:
+            return function
+
+        def run(piece: Piece) -> Any:
+            with self._autocast(), self.around(piece) if self.around is not None else nullcontext():
+                return function(piece)
+
+        return run
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        device = models.device_of(models.parameters_of(models.inner_modules(self.modules)))
+        return torch.autocast(device.type if device is not None else "cpu", dtype=self.autocast)
+
+    def _items(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
+        """The batch as it came: one pair of inputs and targets, or a window's."""
+        if not isinstance(inputs, Window):
+            return [(inputs, targets)]
+        if self.loss_fn is None:
+            return [(item, None) for item in inputs]
+        for item in inputs:
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                raise OptionError(
+                    "a window of micro-batches was given to a model with a separate loss",
+                    f"a micro-batch that is a {type(item).__name__}, not a pair",
+                    "have the loader yield (inputs, targets)",
+                )
+        return [(item[0], item[1]) for item in inputs]
+
+    def _refuse_plain_function(self, reduction: Any) -> None:
+        if isinstance(self.model, nn.Module) or self.loss_fn is not None and self.modules:
+            return
+        asked = f"{getattr(self.model, '__name__', type(self.model).__name__)} was given as the model"
+        if reduction == "auto" and self.loss_fn is None:
+            raise OptionError(
+                asked,
+                "a plain function that returns the loss, whose denominator nobody stated",
+                'pass reduction="mean", "sum" or a function count(inputs, targets)',
+            )
+        if not self.modules:
+            raise OptionError(asked, "no module behind it", "name the modules that it trains: modules=[...]")

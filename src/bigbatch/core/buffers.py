@@ -1,0 +1,127 @@
+"""Buffers move once a window: b = b_0 + Σ_k share_k (b_k - b_0), where b_k is what micro-batch k alone makes of b_0.
+
+Every forward starts from the buffers that the batch started from. What each leaves behind is averaged by its share of
+the samples, which is what one forward over the whole batch does to a counter and to a moving average of means.
+A forward that is run again (recomputation, a probe, a retry) moves nothing.
+
+The modules are lent clones, so that no buffer that a graph has saved is ever written to and the originals stay as they
+were until the window is settled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Slot = tuple[nn.Module, str]
+
+
+class Buffers:
+    """The buffers that some modules hold themselves, over one window.
+
+    >>> layer = nn.BatchNorm1d(1)
+    >>> buffers = Buffers([layer])
+    >>> for rows in (torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])):
+    ...     with buffers.lent(share=0.5):
+    ...         _ = layer(rows)
+    >>> buffers.settle()
+    >>> layer.num_batches_tracked.item(), round(layer.running_mean.item(), 6)  # a tenth of the mean of all four rows
+    (1, 0.3)
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        slots: dict[int, list[Slot]] = {}
+        self.originals: list[Tensor] = []  # never written to before the window is settled: they hold b_0
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    if id(buffer) not in slots:
+                        self.originals.append(buffer)
+                    slots.setdefault(id(buffer), []).append((module, name))
+        self.slots = [slots[id(buffer)] for buffer in self.originals]
+        self.resting: dict[int, Tensor] = {}  # clones that no forward has moved: they are lent again
+        self.moved: dict[int, Tensor] = {}  # Σ_k share_k (b_k - b_0) of floats, the newest value of anything else
+        self.before: dict[int, Tensor] = {}  # b_0 of what has moved, once the window is settled
+
+    @contextmanager
+    def lent(self, share: float) -> Iterator[None]:
+        """One micro-batch's forward (and backward), which holds `share` of the batch's samples."""
+        lent = [self.resting.get(i, original) for i, original in enumerate(self.originals)]
+        lent = [clone(buffer) if buffer is self.originals[i] else buffer for i, buffer in enumerate(lent)]
+        versions = [buffer._version for buffer in lent]
+        self._place(enumerate(lent))
+        try:
+            yield
+            for i, buffer in enumerate(lent):
+                self._collect(i, buffer, versions[i], share)
+        finally:
+            self._place(enumerate(self.originals))
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """A forward that is run again: it starts where the first one did, and what it leaves is thrown away."""
+        current = {i: self._held(i) for i in range(len(self.originals))}
+        self._place((i, clone(self.before.get(i, original))) for i, original in enumerate(self.originals))
+        try:
+            yield
+        finally:
+            self._place(current.items())
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """The window is over: each buffer makes its one move."""
+        for i, buffer in self.resting.items():
+            self.originals[i].copy_(buffer)  # the same values, unless a forward wrote behind autograd's back
+        for i, move in self.moved.items():
+            original = self.originals[i]
+            self.before[i] = original.clone()
+            if move.shape != original.shape:  # a cache that grew: nothing to average, the newest is kept
+                self._place([(i, move)])
+            else:
+                original.copy_(original + move if original.is_floating_point() else move)
+        self.resting, self.moved = {}, {}
+
+    @contextmanager
+    def put_back_on_error(self) -> Iterator[None]:
+        """An error inside, after the window was settled, takes the buffers' moves back."""
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for i, value in self.before.items():
+                    self.originals[i].copy_(value)
+            self._place(enumerate(self.originals))
+            raise
+
+    @torch.no_grad()
+    def _collect(self, i: int, lent: Tensor, version: int, share: float) -> None:
+        original, now = self.originals[i], self._held(i)
+        still = now is lent and now._version == version
+        # `.data` is written to without a trace in the version; comparing values is free of waiting on the CPU only.
+        if still and (now.device.type != "cpu" or torch.equal(now, original)):
+            self.resting[i] = lent
+            return
+        self.resting.pop(i, None)
+        if now.shape == original.shape and original.is_floating_point():
+            move = (now - original) * share
+            self.moved[i] = self.moved[i] + move if i in self.moved else move
+        else:
+            self.moved[i] = now.detach()
+
+    def _held(self, i: int) -> Tensor:
+        module, name = self.slots[i][0]
+        held = module._buffers[name]
+        return self.originals[i] if held is None else held
+
+    def _place(self, buffers: Iterable[tuple[int, Tensor]]) -> None:
+        for i, buffer in buffers:
+            for module, name in self.slots[i]:
+                module._buffers[name] = buffer
+
+
+def clone(buffer: Tensor) -> Tensor:
+    with torch.no_grad():
+        return buffer.detach().clone()

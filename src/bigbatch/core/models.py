@@ -1,0 +1,145 @@
+"""What bigbatch needs to know of a model: how to call it, where it lives, which modules it holds, what it may not be."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from bigbatch.errors import ModelError, OptionError
+
+BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+BATCH_NORM_MODES = ("exact", "local")
+LOCAL = (
+    "batch_norm='local': {} normalises by the statistics of each micro-batch, so the gradient differs from the whole "
+    "batch's. Running statistics move once, by the mean over micro-batches."
+)
+PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
+
+
+def call(model: Callable[..., Any], inputs: Any, extra: Mapping[str, Any] | None = None) -> Any:
+    """A tuple is the arguments, a mapping the keyword arguments, anything else the one argument.
+
+    >>> call(max, (2, 3)), call(dict, {"a": 1}), call(len, [1, 2, 3])
+    (3, {'a': 1}, 3)
+    """
+    extra = extra or {}
+    if isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
+        return model(*inputs, **extra)
+    if isinstance(inputs, Mapping):
+        return model(**inputs, **extra)
+    return model(inputs, **extra)
+
+
+def find_modules(*sources: Any) -> list[nn.Module]:
+    """The modules behind a model, a loss or a plain function: itself, its owner, its arguments, its closure.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> def training_step(rows):
+    ...     return layer(rows).mean()
+    >>> find_modules(training_step) == [layer]
+    True
+    """
+    found: dict[nn.Module, None] = {}
+    for source in sources:
+        found.update(dict.fromkeys(_modules_of(source)))
+    return list(found)
+
+
+def _modules_of(source: Any) -> Iterator[nn.Module]:
+    if isinstance(source, nn.Module):
+        yield source
+    elif isinstance(source, functools.partial):
+        for value in (source.func, *source.args, *source.keywords.values()):
+            yield from _modules_of(value)
+    elif inspect.ismethod(source):
+        owner = source.__self__
+        values = [owner] if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).values()
+        yield from (value for value in values if isinstance(value, nn.Module))
+    elif inspect.isfunction(source):
+        seen = inspect.getclosurevars(source)
+        for value in (*seen.nonlocals.values(), *seen.globals.values()):
+            if isinstance(value, nn.Module):
+                yield value
+            elif inspect.ismethod(value):
+                yield from _modules_of(value)
+    elif callable(source):
+        yield from (value for value in getattr(source, "__dict__", {}).values() if isinstance(value, nn.Module))
+
+
+def inner_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules and all that they hold, each once. Called once a batch, so without the names that `modules()` makes."""
+    found: dict[nn.Module, None] = {}
+    waiting = list(modules)[::-1]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
+    return list(found)
+
+
+def parameters_of(inner: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters that the modules hold themselves, each once."""
+    found = (parameter for module in inner for parameter in module._parameters.values() if parameter is not None)
+    return list(dict.fromkeys(found))
+
+
+def device_of(parameters: Iterable[Tensor]) -> torch.device | None:
+    """The one device that all parameters live on; None where there are several, or none."""
+    devices = {parameter.device for parameter in parameters}
+    return devices.pop() if len(devices) == 1 else None
+
+
+def sizes_of(parameters: Iterable[Tensor]) -> frozenset[int]:
+    """Every length that some axis of some parameter has: a field of that length may belong to the model's axes."""
+    return frozenset(size for parameter in parameters for size in parameter.shape)
+
+
+def refuse_parallel(modules: Iterable[nn.Module]) -> None:
+    """Several processes come in a later round; until then they are refused by name, not averaged wrongly."""
+    asked = "the gradient of the whole batch was asked for"
+    for outer in modules:
+        for name, module in outer.named_modules():
+            kinds = {kind.__name__ for kind in type(module).__mro__}
+            wrapper = next((kind for kind in PARALLEL if kind in kinds), None)
+            if wrapper:
+                raise ModelError(asked, f"{name or 'the model'} is a {wrapper}", "pass the model that it wraps")
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise ModelError(
+            asked, f"{torch.distributed.get_world_size()} processes", "run one process; several are not supported yet"
+        )
+
+
+def by_batch(module: nn.Module) -> bool:
+    """Whether a layer normalises by the statistics of the samples at hand."""
+    return isinstance(module, BATCH_NORM) and (module.training or module.running_mean is None)
+
+
+def refuse_batch_norm(modules: Iterable[nn.Module], inner: Iterable[nn.Module], mode: str, micro_batches: int) -> None:
+    """Batch norm over a micro-batch is not batch norm over the batch; only `batch_norm="local"` accepts that."""
+    if micro_batches == 1 or not any(by_batch(module) for module in inner):
+        return
+    names = [
+        name or type(module).__name__ for outer in modules for name, module in outer.named_modules() if by_batch(module)
+    ]
+    found = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    if mode == "local":
+        warnings.warn(LOCAL.format(found), stacklevel=4)
+        return
+    raise ModelError(
+        f"the gradient of the whole batch was asked for in {micro_batches} micro-batches",
+        f"batch norm in training mode ({found}), which would see one micro-batch at a time",
+        'freeze it with .eval(), use a norm over one sample (GroupNorm), or accept the difference: batch_norm="local"',
+    )
+
+
+def check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name}={value!r} was asked for", "that is no such option", f"pass {' or '.join(allowed)}")

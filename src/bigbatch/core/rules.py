@@ -1,0 +1,143 @@
+"""How one loss is weighed: what its denominator counts, and how a micro-batch's loss is got from its outputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.core.losses import KnownLoss, call_loss, recognise
+from bigbatch.core.split import Piece
+from bigbatch.core.weigh import Count, divisor, divisors, number, weights
+from bigbatch.errors import LossError, OptionError
+
+Denominator = Count | dict[str, Count]
+
+
+def nothing(_: Denominator) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A loss and its denominator.
+
+    Attributes:
+        form: "sum", "mean" or "total" as in `core/weigh.py`; "counted" where the loss divides by the totals itself.
+        count: `count(inputs, targets, samples)` of one micro-batch.
+        loss: `loss(outputs, targets, totals)` of one micro-batch.
+        extra: keyword arguments for the model, made from the totals.
+        terms: how many samples the outputs hold, where `count` has to trust that they hold the micro-batch's.
+    """
+
+    form: str
+    count: Callable[[Any, Any, int], Any]
+    loss: Callable[[Any, Any, Any], Tensor]
+    extra: Callable[[Denominator], Mapping[str, Any]] = field(default=nothing)
+    terms: Callable[[Any], int] | None = None
+
+    def of(self, outputs: Any, piece: Piece, totals: Any) -> Tensor:
+        """The loss of one micro-batch."""
+        if self.terms is not None and self.terms(outputs) != piece.samples:
+            raise LossError(
+                "a loss that is a mean over samples was asked for",
+                f"the model returned {self.terms(outputs)} samples for a micro-batch of {piece.samples}",
+                "wrap the loss in a function of your own, which is run once on the whole batch",
+            )
+        return self.loss(outputs, piece.targets, totals)
+
+
+def rule_for(model: Any, loss_fn: Callable[..., Tensor] | None, reduction: Any) -> Rule | None:
+    """The rule that `reduction` states, or the one that the loss is known by; None where the loss must be asked."""
+    if reduction == "auto":
+        known = None if loss_fn is None else recognise(loss_fn)
+        return None if known is None else _known(known)
+    loss = loss_of if loss_fn is None else functools.partial(_stated, loss_fn)
+    if reduction == "mean":
+        return Rule("mean", samples, loss)
+    if reduction == "sum":
+        return Rule("total", samples, loss)
+    if not callable(reduction):
+        raise OptionError(
+            f"reduction={reduction!r} was asked for",
+            "it names no way to weigh a loss",
+            'pass "auto", "mean", "sum" or a function count(inputs, targets)',
+        )
+    if loss_fn is None:
+        name = "num_items_in_batch" if isinstance(model, nn.Module) else "count"
+        return Rule("counted", functools.partial(_counted, reduction), loss_of, lambda totals: {name: totals})
+    return Rule("counted", functools.partial(_counted, reduction), loss_fn)
+
+
+def _known(known: KnownLoss) -> Rule:
+    def loss(outputs: Any, targets: Any, _totals: Any) -> Tensor:
+        return known.loss(outputs, targets)
+
+    return Rule(known.form, lambda _, targets, samples: known.count(targets, samples), loss, terms=known.terms)
+
+
+def _stated(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, _totals: Any) -> Tensor:
+    return call_loss(loss_fn, outputs, targets)
+
+
+def _counted(count: Callable[[Any, Any], Any], inputs: Any, targets: Any, _samples: int) -> Any:
+    return count(inputs, targets)
+
+
+def samples(_inputs: Any, _targets: Any, samples: int) -> int:
+    return samples
+
+
+def loss_of(output: Any, _targets: Any = None, _totals: Any = None) -> Tensor:
+    """The loss that a model returned: the output itself, its `.loss`, or the first of a tuple."""
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            "the model's own loss was asked for (loss_fn=None)",
+            f"it returned a {type(output).__name__} without a loss",
+            "put the targets into `inputs` (as labels=...), or pass a loss_fn",
+        )
+    return loss
+
+
+def weigh(
+    rule: Rule, pieces: Sequence[Piece], items: Sequence[tuple[Any, Any]], device: torch.device | None
+) -> tuple[list[Count], Any, Denominator]:
+    """The weights of the micro-batches, the totals that the loss is handed, and the denominator for the report.
+
+    Args:
+        rule: the loss and its denominator.
+        pieces: the micro-batches.
+        items: the same inputs and targets before they were cut; a plain sum needs only their counts.
+        device: where totals are handed to the loss.
+    """
+    whole = sum(piece.samples for piece in pieces)
+    if rule.form == "sum":
+        total = divisor([number(rule.count(inputs, targets, whole)) for inputs, targets in items])
+        return weights("sum", [total]) * len(pieces), total, total
+    counts = [rule.count(piece.inputs, piece.targets, piece.samples) for piece in pieces]
+    if rule.form == "counted":
+        ones: list[Count] = [1.0] * len(pieces)
+        if isinstance(counts[0], Mapping):
+            totals = divisors(counts)
+            return ones, {term: _tensor(total, device) for term, total in totals.items()}, totals
+        total = divisor([number(count) for count in counts])
+        return ones, _tensor(total, device), total
+    numbers = [number(count) for count in counts]
+    total = divisor(numbers)
+    return weights(rule.form, numbers), total, 1 if rule.form == "total" else total
+
+
+def _tensor(total: Count, device: torch.device | None) -> Tensor:
+    """Count functions speak in tensors, so what they add up to is handed on as one."""
+    if isinstance(total, Tensor):
+        return total
+    return torch.full((), total, dtype=torch.int64 if isinstance(total, int) else torch.float64, device=device)

@@ -1,0 +1,1 @@
+"""One way to run the micro-batches of a batch each."""

@@ -1,0 +1,217 @@
+"""Any loss: the outputs of all micro-batches are joined, and the loss is computed once on the whole batch.
+
+Between its forward and its backward a micro-batch's activations are thrown away and computed again ("recompute", by
+`torch.utils.checkpoint`, which replays random numbers and autocast), moved to the host ("offload", as
+`torch.autograd.graph.save_on_cpu` does it, but for the weights, which stay) or left where they are ("keep"). The last
+micro-batches are the first to run backward, so theirs are the ones to keep where memory is to spare.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch.core.buffers import Buffers
+from bigbatch.core.join import axes_like, join
+from bigbatch.core.move import ahead
+from bigbatch.core.rng import preserved_rng
+from bigbatch.core.split import Piece, Splitter
+from bigbatch.core.tree import map_leaves
+from bigbatch.core.tree import map_leaves
+from bigbatch.errors import SplitError
+
+ACTIVATIONS = ("recompute", "offload", "keep")
+
+Forward = Callable[[Piece], Any]
+
+
+def run(
+    pieces: Sequence[Piece],
+    forward: Forward,
+    buffers: Buffers,
+    device: torch.device | None,
+    activations: str = "recompute",
+    kept: int = 0,
+    weights: Sequence[Tensor] = (),
+    check: Callable[[Any], None] | None = None,
+) -> Any:
+    """The outputs of the whole batch, with a graph that holds one micro-batch's activations at a time.
+
+    Args:
+        pieces: the micro-batches, where the user left them; each is moved to `device` when it runs.
+        forward: the model's outputs for one micro-batch.
+        buffers: the buffers of the modules at hand; they move once, however often a forward runs.
+        device: where the model lives; None leaves the micro-batches where they are.
+        activations: "recompute", "offload" or "keep".
+        kept: how many of the last micro-batches keep their activations on the device all the same.
+        weights: tensors that stay on the device anyway, so that offloading leaves them out.
+        check: shown the first micro-batch's outputs before the others run.
+    """
+    samples = [piece.samples for piece in pieces]
+    whole = sum(samples)
+    outputs = []
+    staying = storages(weights)
+    for k, there in enumerate(ahead(pieces, device) if device is not None else pieces):
+        how = "keep" if k >= len(pieces) - kept or not torch.is_grad_enabled() else activations
+        with buffers.lent(pieces[k].samples / whole):
+            outputs.append(_run_one(how, forward, pieces[k], there, buffers, device, staying))
+        if k == 0 and check is not None:
+            check(outputs[0])
+    joined = join(outputs, samples)
+    buffers.settle()
+    return joined
+
+
+def _run_one(
+    how: str,
+    forward: Forward,
+    here: Piece,
+    there: Piece,
+    buffers: Buffers,
+    device: torch.device | None,
+    staying: frozenset[int],
+) -> Any:
+    if how == "keep":
+        return forward(there)
+    if how == "offload":
+        with _offloaded(staying):
+            return forward(there)
+    first_time = [there]  # the forward takes the copy that is on the device; a recomputation fetches its own
+
+    def again(_: Tensor) -> Any:
+        return forward(fresh(first_time.pop() if first_time else moved(here, device), here))
+
+    contexts = functools.partial(_contexts, buffers)
+    # The checkpoint looks at its arguments to learn which device's random numbers it has to replay.
+    anchor = torch.empty(0, device=device or "cpu")
+    return checkpoint(again, anchor, use_reentrant=False, context_fn=contexts)
+
+
+def _offloaded(staying: frozenset[int]) -> saved_tensors_hooks:
+    """Saved tensors wait for the backward on the host, pinned where a GPU fetches them back."""
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        if tensor.device.type == "cpu" or tensor.layout != torch.strided or _storage(tensor) in staying:
+            return tensor.device, tensor
+        pinned = tensor.device.type == "cuda"
+        there = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
+        return tensor.device, there.copy_(tensor)
+
+    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def _contexts(buffers: Buffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), Replays(buffers)
+
+
+class Replays(AbstractContextManager[None]):
+    """`buffers.replayed()` as often as asked: a graph that is kept, or a derivative in a forward, recomputes again."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self.buffers = buffers
+        self.open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self.open.append(self.buffers.replayed())
+        self.open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.open.pop().__exit__(*error)
+
+
+def saved_bytes(forward: Forward, piece: Piece, constants: Iterable[Tensor]) -> int:
+    """Bytes that autograd keeps for the backward of one micro-batch, parameters, buffers and inputs left out.
+
+    Args:
+        forward: the model's outputs for one micro-batch.
+        piece: the micro-batch, on the model's device.
+        constants: tensors that are there anyway.
+    """
+    known = storages(constants)
+    sizes: dict[int, int] = {}
+    held: list[Tensor] = []  # a storage that dies would hand its address to the next one
+
+    def count(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and _storage(tensor) not in known:
+            sizes[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            held.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(count, lambda tensor: tensor):
+        outputs = forward(piece)
+    del outputs
+    return sum(sizes.values())
+
+
+def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    return frozenset(_storage(tensor) for tensor in tensors if tensor.layout == torch.strided)
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def moved(piece: Piece, device: torch.device | None) -> Piece:
+    return piece if device is None else next(ahead([piece], device))
+
+
+def copied(piece: Piece) -> Piece:
+    """A micro-batch that a model may change in place and be run again all the same."""
+    return replace(piece, inputs=map_leaves(_copy, piece.inputs))
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
+
+
+def fresh(piece: Piece, here: Piece) -> Piece:
+    """The piece with tensors of its own where it still shares them with the user's batch.
+
+    A model may write to its inputs, and one that is run twice on them must find them as they were.
+    """
+
+    def own(leaf: Any) -> Any:
+        dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
+        return leaf.clone() if dense else leaf
+
+    return replace(piece, inputs=map_leaves(own, piece.inputs)) if piece.inputs is here.inputs else piece
+
+
+def refuse_tied_axes(
+    pieces: Sequence[Piece],
+    forward: Forward,
+    splitter: Splitter,
+    buffers: Buffers,
+    device: torch.device | None,
+    outputs: Any,
+) -> None:
+    """An axis that is as long as the micro-batch might follow it (an n × n similarity), which joining would spoil.
+
+    One forward over another number of samples, without gradients, decides; nothing that it moves stays moved.
+
+    Raises:
+        SplitError: an output's other axes follow the number of samples.
+    """
+    size = pieces[0].samples
+    if len(pieces) == 1 or not axes_like(outputs, size):
+        return
+    if size > 1:
+        other = splitter.pieces(pieces[0].inputs, None, size - 1)[0]
+    else:
+        other = Piece(2, join([piece.inputs for piece in pieces[:2]], [1, 1], "inputs"), None)
+    with torch.no_grad(), preserved_rng(), buffers.replayed():
+        join([outputs, forward(fresh(moved(other, device), other))], [size, other.samples])

@@ -1,0 +1,88 @@
+"""The loss adds up: g = Σ_k w_k ∇loss_k, one micro-batch's forward and backward after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.core.buffers import Buffers
+from bigbatch.core.gradients import refuse_moved_parameters, versions
+from bigbatch.core.split import Piece
+from bigbatch.core.weigh import Count
+from bigbatch.errors import LossError
+
+NOTHING = nullcontext()
+
+
+def run(
+    pieces: Iterable[Piece],
+    weights: Sequence[Count],
+    shares: Sequence[float],
+    loss_of: Callable[[Piece], Tensor],
+    buffers: Buffers,
+    parameters: Sequence[nn.Parameter],
+    scale: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Runs every micro-batch and adds its weighed gradient to `.grad`; returns the batch's loss, detached, 0-d.
+
+    The weight goes into `loss.backward(gradient=w_k)`, which costs no operator of its own.
+
+    Args:
+        pieces: the micro-batches, on the model's device.
+        weights: w_k of each.
+        shares: each one's share of the batch's samples, by which buffers move.
+        loss_of: forward and loss of one micro-batch, a scalar.
+        buffers: the buffers of the modules at hand.
+        parameters: watched over the first backward, in which nobody may step.
+        scale: multiplies a weight by the loss scale of a GradScaler.
+    """
+    losses: list[Tensor] = []
+    used: list[Tensor] = []
+    seeds: dict[Count, Tensor] = {}  # even pieces have at most two different weights
+    for piece, weight, share in zip(pieces, weights, shares, strict=True):
+        with buffers.lent(share) if buffers.originals else NOTHING:
+            loss = scalar(loss_of(piece))
+            seed = seeds.get(weight)
+            if seed is None:
+                seed = seeds[weight] = weight_like(weight, loss)
+            before = versions(parameters) if not losses and len(weights) > 1 else None
+            loss.backward(gradient=scale(seed) if scale else seed)  # type: ignore[no-untyped-call]
+            if before is not None:
+                refuse_moved_parameters(parameters, before)
+        losses.append(loss.detach())
+        used.append(seed)
+    return weighed_sum(losses, used)
+
+
+def weight_like(weight: Count, loss: Tensor) -> Tensor:
+    """The weight as the gradient that `loss.backward` takes: 0-d, of the loss's dtype and device."""
+    if isinstance(weight, Tensor):
+        return weight.to(loss)
+    return torch.full((), weight, dtype=loss.dtype, device=loss.device)
+
+
+@torch.no_grad()
+def weighed_sum(losses: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """Σ_k w_k loss_k, in float32 at least; a micro-batch of weight zero adds nothing, even where its mean is 0/0."""
+    loss = torch.stack(losses)
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()
+    if all(weight is weights[0] for weight in weights):
+        return loss.sum() * weights[0].to(loss.dtype)
+    weight = torch.stack(weights).to(loss.dtype)
+    return torch.where(weight == 0, 0.0, loss * weight).sum()
+
+
+def scalar(loss: object) -> Tensor:
+    """The loss as a 0-d tensor, or an error that says why it is none."""
+    asked = "a scalar loss was asked of the loss function"
+    if not isinstance(loss, Tensor):
+        raise LossError(asked, f"it returned a {type(loss).__name__}", "return a 0-d tensor")
+    if loss.numel() != 1:
+        raise LossError(
+            asked, f"it returned shape {tuple(loss.shape)}", "reduce it with .mean() or .sum() (reduction='none' does not)"
+        )
+    return loss if loss.dim() == 0 else loss.reshape(())

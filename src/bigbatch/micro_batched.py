@@ -1,0 +1,211 @@
+"""Door 2: a model that runs in micro-batches, so that any loss on its outputs has the gradient of the whole batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.core import models
+from bigbatch.core.buffers import Buffers
+from bigbatch.core.rng import preserved_rng
+from bigbatch.core.split import Piece, Splitter, check_size
+from bigbatch.core.units import parse_bytes
+from bigbatch.engines import recompute
+
+OWN = frozenset({"_wrapped", "_door", "forward"})
+
+
+@dataclass
+class Door:
+    """How one model is run in micro-batches.
+
+    Attributes:
+        micro_batch_size: samples in one micro-batch.
+        activations: "recompute", "offload" or "keep".
+        keep_bytes: memory to spend on keeping the activations of the last micro-batches; None for no more than needed.
+        batch_norm: "exact" or "local".
+        splitter: cuts the arguments of a call.
+        around: what a proof puts around the forward of a micro-batch.
+        checked: micro-batch sizes whose outputs are known to be joinable.
+        sample_bytes: bytes that the backward of one sample keeps, once measured.
+    """
+
+    micro_batch_size: int
+    activations: str
+    keep_bytes: int | None
+    batch_norm: str
+    splitter: Splitter
+    around: Callable[[Piece], Any] | None = None
+    checked: set[int] = field(default_factory=set)
+    sample_bytes: float | None = None
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs for the whole batch."""
+        inputs = gathered(args, kwargs)
+        pieces = self.splitter.pieces(inputs, None, self.micro_batch_size)
+        inner = models.inner_modules([model])
+        models.refuse_batch_norm([model], inner, self.batch_norm, len(pieces))
+        parameters = models.parameters_of(inner)
+        device = models.device_of(parameters)
+        buffers = Buffers(inner)
+
+        def forward(piece: Piece) -> Any:
+            positional, keywords = spread(piece.inputs)
+            if self.around is None:
+                return model(*positional, **keywords)
+            with self.around(piece):
+                return model(*positional, **keywords)
+
+        if not pieces:
+            return model(*args, **kwargs)
+        size = pieces[0].samples
+        check = functools.partial(recompute.refuse_tied_axes, pieces, forward, self.splitter, buffers, device)
+        kept = 1 if len(pieces) == 1 else self._kept(pieces, forward, buffers, device, [*parameters, *buffers.originals])
+        outputs = recompute.run(
+            pieces, forward, buffers, device, self.activations, kept, parameters, None if size in self.checked else check
+        )
+        self.checked.add(size)
+        return outputs
+
+    def _kept(
+        self,
+        pieces: list[Piece],
+        forward: Callable[[Piece], Any],
+        buffers: Buffers,
+        device: torch.device | None,
+        constants: list[Tensor],
+    ) -> int:
+        """How many of the last micro-batches the stated budget keeps; the first time, one of them is measured."""
+        if self.keep_bytes is None or not torch.is_grad_enabled():
+            return 0
+        if self.sample_bytes is None:
+            first = recompute.fresh(recompute.moved(pieces[0], device), pieces[0])
+            with preserved_rng(), buffers.replayed():
+                self.sample_bytes = recompute.saved_bytes(forward, first, constants) / first.samples
+        return affordable([piece.samples for piece in pieces], self.sample_bytes, self.keep_bytes)
+
+
+class MicroBatched(nn.Module):
+    """Runs a model in micro-batches and joins its outputs; the loop around it does not change.
+
+    The wrapper stands aside for everything but the call: parameters, `state_dict`, `train()`, `to()`, hooks and
+    attributes are those of the model itself. In `no_grad`, outputs are made in micro-batches too.
+
+    Args:
+        model: any module whose output tensors have the samples first.
+        micro_batch_size: samples in one micro-batch.
+        activations: what happens to a micro-batch's activations until its backward: "recompute" (one more forward),
+            "offload" (moved to the host) or "keep" (nothing).
+        keep_bytes: memory, as a number or such as "2GiB", in which the last micro-batches keep their activations
+            instead, so that memory to spare is spent on time. The first call measures one micro-batch for it.
+        batch_norm: "exact" refuses batch norm in training mode, "local" lets it see one micro-batch at a time.
+        split: as in `Accumulator`; a function gets the arguments of the call as `inputs`, and None as targets.
+
+    Raises:
+        BigBatchError: an option, a batch, an output or a model that would need a guess.
+
+    Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, for
+    recomputation; Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
+    arXiv:2101.06983, for a loss that needs the whole batch.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model, images = nn.Linear(4, 3), torch.randn(10, 4)
+    >>> similarity = MicroBatched(model, micro_batch_size=4)(images) @ model(images).T
+    >>> similarity.shape, similarity.requires_grad
+    (torch.Size([10, 10]), True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_batch_size: int = 32,
+        *,
+        activations: str = "recompute",
+        keep_bytes: int | str | None = None,
+        batch_norm: str = "exact",
+        split: Any = None,
+    ) -> None:
+        models.check_option("activations", activations, recompute.ACTIVATIONS)
+        models.check_option("batch_norm", batch_norm, models.BATCH_NORM_MODES)
+        models.refuse_parallel([model])
+        check_size(micro_batch_size)
+        budget = None if keep_bytes is None else parse_bytes(keep_bytes, "keep_bytes")
+        splitter = Splitter(split, models.sizes_of(model.parameters()))
+        # The model's own __setattr__ would be asked, so the two fields of the wrapper are laid past it.
+        self.__dict__["_wrapped"] = model
+        self.__dict__["_door"] = Door(micro_batch_size, activations, budget, batch_norm, splitter)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._door.run(self._wrapped, args, kwargs)
+
+    forward = __call__
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OWN or (name.startswith("__") and name.endswith("__")):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "_wrapped"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._wrapped, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._wrapped[key]
+
+    def __repr__(self) -> str:
+        return f"MicroBatched({self._wrapped!r}, micro_batch_size={self._door.micro_batch_size})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return restored, (self._wrapped, self._door)
+
+
+def restored(model: nn.Module, door: Door) -> MicroBatched:
+    """A wrapper from its two parts, for copy and pickle."""
+    wrapper = MicroBatched.__new__(MicroBatched)
+    wrapper.__dict__.update(_wrapped=model, _door=door)
+    return wrapper
+
+
+def gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call as one batch: a tensor, a tuple of arguments, or a mapping by position and keyword."""
+    if kwargs and args:
+        return {**dict(enumerate(args)), **kwargs}
+    if kwargs:
+        return kwargs
+    return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+
+
+def spread(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call again.
+
+    >>> spread(gathered((1, 2), {"mask": 3}))
+    ((1, 2), {'mask': 3})
+    """
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple):
+        return inputs, {}
+    positional = tuple(value for key, value in inputs.items() if isinstance(key, int))
+    return positional, {key: value for key, value in inputs.items() if isinstance(key, str)}
+
+
+def affordable(samples: list[int], sample_bytes: float, budget: int) -> int:
+    """How many of the last micro-batches fit a budget together.
+
+    >>> affordable([4, 4, 3, 3], sample_bytes=10.0, budget=75)
+    2
+    """
+    kept, spent = 0, 0.0
+    for size in reversed(samples):
+        spent += size * sample_bytes
+        if spent > budget:
+            break
+        kept += 1
+    return kept

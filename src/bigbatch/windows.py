@@ -1,0 +1,88 @@
+"""Micro-batches that a loader delivers one by one, gathered into the windows that make one update each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bigbatch.core.split import Piece
+from bigbatch.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Window:
+    """The micro-batches of one update, as the loader delivered them.
+
+    Attributes:
+        micro_batches: what the loader yielded, `accum_steps` items or, at the end, as many as were left.
+        last: whether the loader had nothing more.
+    """
+
+    micro_batches: tuple[Any, ...]
+    last: bool
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.micro_batches)
+
+
+class Windows:
+    """See `windows`."""
+
+    def __init__(self, loader: Iterable[Any], accum_steps: int) -> None:
+        if isinstance(accum_steps, bool) or not isinstance(accum_steps, int) or accum_steps < 1:
+            raise OptionError(
+                f"accum_steps={accum_steps!r} was asked for", "it counts micro-batches", "pass a whole number from 1"
+            )
+        self.loader, self.accum_steps = loader, accum_steps
+
+    def __iter__(self) -> Iterator[Window]:
+        gathered: list[Any] = []
+        for micro_batch in self.loader:
+            if len(gathered) == self.accum_steps:
+                yield Window(tuple(gathered), last=False)
+                gathered = []
+            gathered.append(micro_batch)
+        if gathered:
+            yield Window(tuple(gathered), last=True)
+
+    def __len__(self) -> int:
+        """The number of updates in one pass; a TypeError where the loader has no length."""
+        return -(-len(self.loader) // self.accum_steps)  # type: ignore[arg-type]
+
+
+def windows(loader: Iterable[Any], accum_steps: int) -> Windows:
+    """The batches of a loader that yields micro-batches: `accum_steps` at a time, and what is left at the end.
+
+    One item is looked at ahead, so a stream without a length closes its last window too, and that window's loss is
+    divided by its own size. The result can be iterated once for every epoch.
+
+    Args:
+        loader: yields micro-batches, `(inputs, targets)` for a model with a separate loss.
+        accum_steps: micro-batches in one batch.
+
+    Raises:
+        OptionError: `accum_steps` is no positive whole number.
+
+    >>> [(len(window), window.last) for window in windows(range(10), accum_steps=4)]
+    [(4, False), (4, False), (2, True)]
+    >>> len(windows(range(10), accum_steps=4))
+    3
+    """
+    return Windows(loader, accum_steps)
+
+
+def in_a_row(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces of a window, their samples numbered through the whole batch.
+
+    >>> [piece.first for piece in in_a_row([Piece(2, None, None, 0), Piece(2, None, None, 2), Piece(1, None, None, 0)])]
+    [0, 2, 4]
+    """
+    numbered: list[Piece] = []
+    for piece in pieces:
+        first = numbered[-1].first + numbered[-1].samples if numbered else 0
+        numbered.append(piece if piece.first == first else replace(piece, first=first))
+    return numbered

@@ -1,0 +1,466 @@
+"""`verify` says equal or not, names the cause by experiment, and stays silent beside every near miss."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bigbatch.engines import sequential
+from bigbatch.errors import BigBatchError, ModelError, OptionError
+from bigbatch.micro_batched import MicroBatched
+from bigbatch.verifier import Verdict, verify
+
+SIZES = (4, 4, 2)
+
+
+def mlp(*extra: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *extra, nn.Linear(8, 3))
+
+
+def classes(samples: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 6), torch.randint(0, 3, (samples,))
+
+
+def loop(loss_fn: Any, sizes: tuple[int, ...] = SIZES, weight: Callable[[int, int], float] | None = None) -> Any:
+    """A loop as people write it; it weighs by samples unless told otherwise."""
+
+    def run(model: Any, inputs: Tensor, targets: Tensor) -> float:
+        total = 0.0
+        for k, (rows, labels) in enumerate(zip(inputs.split(sizes), targets.split(sizes), strict=True)):
+            share = weight(k, len(rows)) if weight else len(rows) / len(inputs)
+            loss = loss_fn(model(rows), labels) * share
+            loss.backward()
+            total += loss.item()
+        return total
+
+    return run
+
+
+def names(verdict: Verdict) -> list[str]:
+    return [cause.name for cause in verdict.causes]
+
+
+def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
+    rows = F.normalize(outputs, dim=1)
+    return F.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)).roll(1))
+
+
+class Centred(nn.Module):
+    """Ties samples together without being a batch norm."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows - rows.mean(0)
+
+
+class Counting(nn.Module):
+    """Counts its forwards and keeps a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.steps += 1
+        self.average = 0.9 * self.average + 0.1 * rows.detach().mean(0)
+        return rows
+
+
+class Tokens(nn.Module):
+    """Embeds, attends, drops and predicts a token at every position."""
+
+    def __init__(self, recurrent: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.body = nn.LSTM(8, 8, num_layers=2, dropout=0.2, batch_first=True) if recurrent else layer
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = self.body(self.embed(ids))
+        return self.head(out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+class FixedFloat(nn.Module):
+    """Multiplies by a float32 matrix that is no buffer, so that it cannot run in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.eye(8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows @ self.table
+
+
+class InsideFloat(nn.Module):
+    """Computes in float32 whatever it gets, as many norms do."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.softmax(rows.float(), dim=-1).to(rows.dtype)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    ids, targets = torch.randint(0, 11, (7, 5)), torch.randint(0, 11, (7, 5))
+    targets[0, 1:] = targets[3, 2:] = -100
+    return ids, targets
+
+
+def image_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Dropout2d(0.3), nn.Flatten(), nn.Linear(64, 3)
+    )
+
+
+ZOO: dict[str, Callable[[], tuple[nn.Module, Any, Any, Any]]] = {
+    "mlp with dropout": lambda: (mlp(nn.Dropout(0.4)), nn.CrossEntropyLoss(), *classes()),
+    "images": lambda: (image_model(), nn.MSELoss(), torch.randn(8, 2, 6, 6), torch.randn(8, 3)),
+    "attention": lambda: (Tokens(), nn.CrossEntropyLoss(), *tokens()),
+    "recurrence": lambda: (Tokens(recurrent=True), nn.CrossEntropyLoss(), *tokens()),
+    "any loss": lambda: (mlp(nn.Dropout(0.4)), contrastive, *classes()),
+    "counts": lambda: (mlp(Counting()), nn.CrossEntropyLoss(), *classes()),
+}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_the_accumulator_is_equal(name: str) -> None:
+    verdict = verify(*ZOO[name]())
+    assert verdict.equal and not verdict.causes, str(verdict)
+    assert verdict.dtype == torch.float64 and verdict.difference <= verdict.bound < 1e-10
+    assert verdict.micro_batches >= 3 and verdict.loss_difference is not None and verdict.loss_difference < 1e-12
+    assert any("was chosen" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize("activations", ["recompute", "keep"])
+@pytest.mark.parametrize("name", ["mlp with dropout", "attention", "any loss"])
+def test_the_wrapper_is_equal(name: str, activations: str) -> None:
+    model, loss_fn, inputs, targets = ZOO[name]()
+    verdict = verify(MicroBatched(model, 3, activations=activations), loss_fn, inputs, targets)
+    assert verdict.equal and verdict.micro_batch_size == 3, str(verdict)
+    large = verify(MicroBatched(model, 32), loss_fn, inputs, targets)
+    assert large.equal and large.micro_batches >= 3 and "32" in large.notes[0]
+
+
+@pytest.mark.parametrize("model", [mlp(), mlp(nn.Dropout(0.4)), mlp(nn.LayerNorm(8))], ids=["plain", "dropout", "norm"])
+def test_a_right_loop_is_equal(model: nn.Module) -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    verdict = verify(model, loss_fn, *classes(), run=loop(loss_fn))
+    assert verdict.equal and verdict.micro_batches == 3 and verdict.micro_batch_size == 4, str(verdict)
+
+
+def test_a_loop_that_shuffles_copies_of_rows_is_followed() -> None:
+    def run(model: Any, inputs: Tensor, targets: Tensor) -> None:
+        for rows in (torch.arange(5, 10), torch.arange(0, 5)):
+            (F.cross_entropy(model(inputs[rows]), targets[rows]) / 2).backward()
+
+    assert verify(mlp(nn.Dropout(0.4)), F.cross_entropy, *classes(), run=run).equal
+
+
+# ---- one cause each, and its near miss
+
+
+def test_mean_of_means() -> None:
+    loss_fn, batch = nn.CrossEntropyLoss(), classes()
+    verdict = verify(mlp(), loss_fn, *batch, run=loop(loss_fn, weight=lambda k, n: 1 / 3))
+    assert not verdict.equal and names(verdict) == ["mean of means"], str(verdict)
+    assert "0.3333" in verdict.causes[0].found and "0.2" in verdict.causes[0].found
+    assert verify(mlp(), loss_fn, *batch, run=loop(loss_fn, (5, 5), lambda k, n: 1 / 2)).equal
+
+
+def test_mean_of_means_over_tokens() -> None:
+    (ids, targets), model = tokens(), Tokens()
+    by_samples = verify(model, F.cross_entropy, ids, targets, reduction="mean")
+    assert not by_samples.equal and names(by_samples) == ["wrong shares"], str(by_samples)
+    assert verify(model, F.cross_entropy, ids, targets).equal
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.25])
+def test_wrong_scale(factor: float) -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    verdict = verify(mlp(), loss_fn, *classes(), run=loop(loss_fn, weight=lambda k, n: factor * n / 10))
+    assert names(verdict) == ["wrong scale"] and f"{factor:.4g} times" in verdict.causes[0].found
+
+
+def test_lost_micro_batches() -> None:
+    def run(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        for rows, labels in zip(inputs.split(SIZES), targets.split(SIZES), strict=True):
+            model.zero_grad()
+            (F.cross_entropy(model(rows), labels) * len(rows) / len(inputs)).backward()
+
+    verdict = verify(mlp(), F.cross_entropy, *classes(), run=run)
+    assert names(verdict) == ["lost micro-batches"] and "micro-batch 1, 2 of 3" in verdict.causes[0].found
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, track_running_stats=False)])
+def test_batch_norm(norm: nn.Module) -> None:
+    loss_fn, batch = nn.CrossEntropyLoss(), classes()
+    verdict = verify(mlp(norm), loss_fn, *batch, run=loop(loss_fn))
+    assert not verdict.equal and names(verdict) == ["batch norm"], str(verdict)
+    assert verdict.causes[0].found.startswith("2 ") and "the gradients agree" in verdict.causes[0].found
+    local = verify(mlp(norm), loss_fn, *batch, batch_norm="local")
+    assert not local.equal and names(local) == ["batch norm"], str(local)
+    wrapped = verify(MicroBatched(mlp(norm), 4, batch_norm="local"), loss_fn, *batch)
+    assert not wrapped.equal and names(wrapped) == ["batch norm"], str(wrapped)
+
+
+def test_batch_norm_is_not_blamed_for_what_it_did_not_do() -> None:
+    loss_fn, batch = nn.CrossEntropyLoss(), classes()
+    assert verify(mlp(nn.BatchNorm1d(8)).eval(), loss_fn, *batch).equal
+    whole = verify(mlp(nn.BatchNorm1d(8)), loss_fn, *batch, run=loop(loss_fn, (10,), lambda k, n: 0.5))
+    assert names(whole) == ["wrong scale"], str(whole)
+
+
+def test_batch_norm_and_a_wrong_mean_are_both_found() -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    verdict = verify(mlp(nn.BatchNorm1d(8)), loss_fn, *classes(), run=loop(loss_fn, weight=lambda k, n: 1 / 3))
+    assert names(verdict) == ["batch norm", "mean of means"], str(verdict)
+
+
+def test_samples_tied_by_the_loss() -> None:
+    batch = classes()
+    verdict = verify(mlp(), contrastive, *batch, run=loop(contrastive))
+    assert not verdict.equal and names(verdict) == ["samples tied by the loss"], str(verdict)
+    assert names(verify(mlp(), contrastive, *batch, reduction="mean")) == ["samples tied by the loss"]
+    assert verify(MicroBatched(mlp(), 4), contrastive, *batch).equal
+
+
+def test_samples_tied_by_a_layer() -> None:
+    loss_fn, batch = nn.CrossEntropyLoss(), classes()
+    for verdict in (
+        verify(mlp(Centred()), loss_fn, *batch),
+        verify(MicroBatched(mlp(Centred()), 4), loss_fn, *batch),
+        verify(mlp(Centred()), loss_fn, *batch, run=loop(loss_fn)),
+    ):
+        assert not verdict.equal and names(verdict) == ["samples tied by a layer"], str(verdict)
+        assert verdict.causes[0].found.startswith("2 (Centred)")
+    assert verify(mlp(nn.LayerNorm(8)), loss_fn, *batch).equal
+
+
+def test_buffers() -> None:
+    loss_fn, batch = nn.CrossEntropyLoss(), classes()
+    verdict = verify(mlp(Counting()), loss_fn, *batch, run=loop(loss_fn))
+    assert not verdict.equal and verdict.difference <= verdict.bound and names(verdict) == ["buffers"], str(verdict)
+    assert "2.steps moved 3 times" in verdict.causes[0].found and "2.average" in verdict.causes[0].found
+    assert verify(mlp(Counting()), loss_fn, *batch, run=loop(loss_fn, (10,))).equal
+    assert verify(mlp(Counting()), loss_fn, *batch).equal
+
+
+def test_weights_that_move_inside_the_batch() -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = loop(loss_fn)
+
+    def run(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
+        inner(model, inputs, targets)
+        optimizer.step()
+
+    before = copy.deepcopy(model.state_dict())
+    verdict = verify(model, loss_fn, *classes(), run=run)
+    assert names(verdict) == ["weights moved"] and not verdict.equal, str(verdict)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class Drawn(nn.Module):
+    """Draws by Python's random, which no mask can be shared for."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * random.choice([0.5, 1.0, 1.5])
+
+
+class Permuted(nn.Module):
+    """Adds noise whose shape does not follow the samples."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + torch.randn(len(rows) * len(rows) + 1).mean()
+
+
+def test_randomness() -> None:
+    loss_fn, batch = nn.CrossEntropyLoss(), classes()
+    state = random.getstate()
+    verdict = verify(mlp(Drawn()), loss_fn, *batch, micro_batch_size=1)
+    assert not verdict.equal and names(verdict) == ["randomness"] and "Python" in verdict.causes[0].found, str(verdict)
+    assert random.getstate() == state
+    verdict = verify(mlp(Permuted()), loss_fn, *batch)
+    assert not verdict.equal and names(verdict) == ["randomness"] and "aten::randn" in verdict.causes[0].found
+
+
+def test_dropout_that_cannot_be_followed_is_switched_off() -> None:
+    def run(model: Any, inputs: Tensor, targets: Tensor) -> None:
+        for rows in (torch.arange(0, 10, 2), torch.arange(1, 10, 2)):  # no stretch of the batch
+            (F.cross_entropy(model(inputs[rows]), targets[rows]) / 2).backward()
+
+    verdict = verify(mlp(nn.Dropout(0.4)), F.cross_entropy, *classes(), run=run)
+    assert verdict.equal and "dropout off" in verdict.notes[0], str(verdict)
+
+
+ticks = itertools.count()
+
+
+class Restless(nn.Module):
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * (1 + next(ticks) % 7)
+
+
+def test_a_model_that_differs_from_itself() -> None:
+    verdict = verify(mlp(Restless()), nn.CrossEntropyLoss(), *classes())
+    assert not verdict.equal and names(verdict) == ["not deterministic"], str(verdict)
+
+
+def test_a_batch_without_a_finite_gradient() -> None:
+    inputs, targets = classes()
+    inputs[3] = torch.inf
+    verdict = verify(mlp(), nn.CrossEntropyLoss(), inputs, targets)
+    assert not verdict.equal and names(verdict)[0] == "not finite"
+    json.dumps(verdict.to_dict(), allow_nan=False)
+
+
+# ---- the bound
+
+
+def random_case(seed: int) -> tuple[nn.Module, Any, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    samples, kind, width = 5 + seed % 7, seed % 4, 2 * (1 + seed % 5)
+    targets = torch.randint(0, 3, (samples,))
+    if kind == 0:
+        model: nn.Module = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.LayerNorm(width), nn.Linear(width, 3))
+        return model, nn.CrossEntropyLoss(), torch.randn(samples, 6) * 10 ** (seed % 3), targets
+    if kind == 1:
+        model = nn.Sequential(nn.Conv2d(1, width, 3), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return model, nn.MSELoss(), torch.randn(samples, 1, 5, 5), torch.randn(samples, width)
+    recurrent = kind == 2
+    ids = torch.randint(0, 11, (samples, 4))
+    return Tokens(recurrent), nn.CrossEntropyLoss(), ids, torch.randint(0, 11, (samples, 4))
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_the_bound_is_wide_enough(start: int) -> None:
+    for seed in range(start, start + 50):
+        verdict = verify(*random_case(seed))
+        assert verdict.equal and verdict.bound < 1e-9, f"{seed}\n{verdict}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bound_is_narrow_enough(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = sequential.run
+
+    def sabotaged(*args: Any, **kwargs: Any) -> Tensor:
+        loss = run(*args, **kwargs)
+        args[5][-1].grad *= 1 + 1e-6
+        return loss
+
+    monkeypatch.setattr(sequential, "run", sabotaged)
+    model, loss_fn, inputs, targets = random_case(seed)
+    verdict = verify(model, loss_fn, inputs, targets)
+    name = [name for name, _ in model.named_parameters()][-1]
+    assert not verdict.equal and verdict.worst_parameter == name and names(verdict) == ["unknown"], str(verdict)
+    assert 1e-10 < verdict.difference < 1.01e-6
+
+
+@pytest.mark.parametrize("layer", [FixedFloat(), InsideFloat()], ids=["cannot run in float64", "float32 inside"])
+def test_a_float32_model_is_judged_in_float32(layer: nn.Module) -> None:
+    loss_fn, batch = nn.CrossEntropyLoss(), classes()
+    verdict = verify(mlp(layer), loss_fn, *batch)
+    assert verdict.equal and verdict.dtype == torch.float32, str(verdict)
+    assert 1e-7 < verdict.bound < 1e-3 and any("float" in note for note in verdict.notes)
+    wrong = verify(mlp(layer), loss_fn, *batch, run=loop(loss_fn, weight=lambda k, n: 1.01 * n / 10))
+    assert not wrong.equal and names(wrong) == ["wrong scale"], str(wrong)
+
+
+# ---- the user's own things
+
+
+def test_everything_is_left_as_it_was() -> None:
+    model, loss_fn = mlp(nn.BatchNorm1d(8), nn.Dropout(0.3), Counting()), nn.CrossEntropyLoss()
+    model[4].eval()
+    inputs, targets = classes()
+    loss_fn(model(inputs), targets).backward()
+    before, batch = copy.deepcopy(model), (inputs.clone(), targets.clone())
+    held = [parameter.grad for parameter in model.parameters()]
+    generator, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    verify(model, loss_fn, inputs, targets, batch_norm="local")
+    verify(model, loss_fn, inputs, targets, run=loop(loss_fn))
+    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+    for (name, now), then in zip(model.state_dict().items(), before.state_dict().values(), strict=True):
+        assert torch.equal(now, then) and now.dtype == then.dtype, name
+    assert torch.equal(torch.get_rng_state(), generator) and modes == [m.training for m in model.modules()]
+    assert torch.equal(inputs, batch[0]) and torch.equal(targets, batch[1])
+
+
+def test_functions_are_run_on_copies() -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    inputs, targets = classes()
+
+    def training_step(rows: Tensor, labels: Tensor) -> Tensor:
+        return loss_fn(model(rows), labels)
+
+    assert verify(training_step, None, (inputs, targets), reduction="mean").equal
+
+    def run(_: Any, inputs: Tensor, targets: Tensor) -> None:
+        model.zero_grad()
+        loss_fn(model(inputs), targets).backward()
+
+    assert verify(model, loss_fn, inputs, targets, run=run).equal
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_reached_past_the_copies_is_refused() -> None:
+    model, loss_fn = mlp(), nn.CrossEntropyLoss()
+    hidden = {"model": model}
+
+    def run(_: Any, inputs: Tensor, targets: Tensor) -> None:
+        loss_fn(hidden["model"].float()(inputs.float()), targets).backward()
+
+    with pytest.raises(ModelError, match="parameters of the model itself"):
+        verify(model, loss_fn, *classes(), run=run)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    model = mlp()
+    model.lock = (row for row in range(3))
+    with pytest.raises(ModelError, match="copy of the Sequential"):
+        verify(model, nn.CrossEntropyLoss(), *classes())
+
+
+def test_refusals_pass_through() -> None:
+    with pytest.raises(BigBatchError, match="batch norm"):
+        verify(mlp(nn.BatchNorm1d(8)), nn.CrossEntropyLoss(), *classes())
+    with pytest.raises(OptionError, match="batch_norm"):
+        verify(mlp(), nn.CrossEntropyLoss(), *classes(), batch_norm="maybe")
+    with pytest.raises(OptionError, match="split was given"):
+        verify(MicroBatched(mlp(), 4), nn.CrossEntropyLoss(), *classes(), split=["x"])
+    with pytest.raises(OptionError, match="cuts by itself"):
+        verify(mlp(), nn.CrossEntropyLoss(), *classes(), run=loop(F.cross_entropy), micro_batch_size=3)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        verify(mlp(), nn.CrossEntropyLoss(), torch.randn(10, 5), torch.randint(0, 3, (10,)))
+
+
+def test_a_stated_count_and_a_loss_scale() -> None:
+    ids, targets = tokens()
+
+    def summed(outputs: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels, reduction="sum") / count
+
+    def count(_: Any, labels: Tensor) -> Tensor:
+        return (labels != -100).sum()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    verdict = verify(Tokens(), summed, ids, targets, reduction=count, scaler=scaler, autocast=torch.bfloat16)
+    assert verdict.equal, str(verdict)
+
+
+def test_the_verdict_is_a_table_and_json() -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    verdict = verify(mlp(), loss_fn, *classes(), run=loop(loss_fn, weight=lambda k, n: 1 / 3))
+    text = str(verdict)
+    assert "NOT equal" in text and "Higham" in text and "cause: mean of means" in text and "terms" in text
+    plain = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
+    assert plain["equal"] is False and plain["causes"][0]["name"] == "mean of means" and plain["dtype"] == "float64"

@@ -436,7 +436,8 @@ class Witness(nn.Module):
 
     def forward(self, **fields: Any) -> Tensor:
         self.seen.append({name: read(fields[name]) if read else fields[name] for name, read in self.readers.items()})
-        return self.weight * torch.tensor(next(self.seen[-1][name] for name, read in self.readers.items() if read))
+        numbers = [self.seen[-1][name] for name, read in self.readers.items() if read]
+        return self.weight * torch.tensor(numbers[0] if numbers else 0.0)
 
 
 def fields_are_cut_together(

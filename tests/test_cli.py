@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -173,7 +174,7 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines() -> None:
 
     shown = {}
     for terminal in (True, False):
-        console = Console(record=True, force_terminal=terminal, width=120, file=open("/dev/null", "w"))  # noqa: SIM115
+        console = Console(record=True, force_terminal=terminal, width=120, file=io.StringIO())
         with watched(console) as watcher:
             assert isinstance(watcher, Watcher)
             watcher.update(Update(1, 1, 10, 0.5, 0.1, 3, 2**20, 99.0), 4)

@@ -33,6 +33,15 @@ WINDOWED = [*TOKENS, "linear", "perceptron", "sum", "two terms, two denominators
             "own loss, handed its denominator", "packed sequence", "ranking", "contrastive"]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that share out a handful of numbers only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def over(names: Sequence[str], *allowed: str) -> Any:
     """A test for each case and each engine that can run it."""
     pairs = [(name, way) for name in names for way in BY_NAME[name].ways_to_run() if not allowed or way in allowed]

@@ -89,6 +89,7 @@ class Accumulator:
         self.batch_norm, self.autocast, self.scaler, self.grad_dtype = batch_norm, autocast, scaler, grad_dtype
         self.modules = list(modules) if modules is not None else models.find_modules(model, loss_fn)
         self.report: StepReport | None = None
+        self.told: set[str] = set()
         self.around: Callable[[Piece], AbstractContextManager[object]] | None = None
         models.refuse_parallel(self.modules)
         self.splitter = Splitter(split, models.sizes_of(models.parameters_of(models.inner_modules(self.modules))))
@@ -123,7 +124,7 @@ class Accumulator:
         border = Border(*self._items(inputs, targets))
         items: list[tuple[Any, Any]] = list(border.parts)
         pieces = in_a_row(piece for item in items for piece in self.splitter.pieces(*item, self.micro_batch_size))
-        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces))
+        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
         buffers = Buffers(inner)
         with buffers.put_back_on_error(), added_at_once(parameters, self.grad_dtype):
             if not pieces:

@@ -33,6 +33,7 @@ class Door:
         around: what a proof puts around the forward of a micro-batch.
         checked: micro-batch sizes whose outputs are known to be joinable.
         sample_bytes: bytes that the backward of one sample keeps, once measured.
+        told: notices that were given already.
     """
 
     micro_batch_size: int
@@ -43,13 +44,14 @@ class Door:
     around: Callable[[Piece], Any] | None = None
     checked: set[int] = field(default_factory=set)
     sample_bytes: float | None = None
+    told: set[str] = field(default_factory=set)
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs for the whole batch."""
         inputs = gathered(args, kwargs)
         pieces = self.splitter.pieces(inputs, None, self.micro_batch_size)
         inner = models.inner_modules([model])
-        models.refuse_batch_norm([model], inner, self.batch_norm, len(pieces))
+        models.refuse_batch_norm([model], inner, self.batch_norm, len(pieces), self.told)
         parameters = models.parameters_of(inner)
         device = models.device_of(parameters)
         buffers = Buffers(inner)

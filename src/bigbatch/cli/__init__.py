@@ -35,6 +35,7 @@ def application() -> Any:
         help="The gradient of the big batch, exactly, on the GPU you have.",
         no_args_is_help=True,
         add_completion=False,
+        rich_markup_mode=None,  # plain help: the same in a terminal, a pipe and a test
         # A fault in the user's own recipe is shown as Python shows it.
         pretty_exceptions_enable=False,
     )

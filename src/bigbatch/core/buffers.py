@@ -51,7 +51,7 @@ class Buffers:
         """One micro-batch's forward (and backward), which holds `share` of the batch's samples."""
         lent = [self.resting.get(i, original) for i, original in enumerate(self.originals)]
         lent = [clone(buffer) if buffer is self.originals[i] else buffer for i, buffer in enumerate(lent)]
-        versions = [buffer._version for buffer in lent]
+        versions = [version_of(buffer) for buffer in lent]
         self._place(enumerate(lent))
         try:
             yield
@@ -97,9 +97,9 @@ class Buffers:
             raise
 
     @torch.no_grad()
-    def _collect(self, i: int, lent: Tensor, version: int, share: float) -> None:
+    def _collect(self, i: int, lent: Tensor, version: int | None, share: float) -> None:
         original, now = self.originals[i], self._held(i)
-        still = now is lent and now._version == version
+        still = now is lent and version is not None and now._version == version
         # `.data` is written to without a trace in the version; comparing values is free of waiting on the CPU only.
         if still and (now.device.type != "cpu" or torch.equal(now, original)):
             self.resting[i] = lent
@@ -125,3 +125,8 @@ class Buffers:
 def clone(buffer: Tensor) -> Tensor:
     with torch.no_grad():
         return buffer.detach().clone()
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Counts the writes to a tensor; None in inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version

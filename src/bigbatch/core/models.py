@@ -30,6 +30,8 @@ def call(model: Callable[..., Any], inputs: Any, extra: Mapping[str, Any] | None
     (3, {'a': 1}, 3)
     """
     extra = extra or {}
+    if isinstance(inputs, Tensor):
+        return model(inputs, **extra)
     if isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence):
         return model(*inputs, **extra)
     if isinstance(inputs, Mapping):
@@ -122,8 +124,13 @@ def by_batch(module: nn.Module) -> bool:
     return isinstance(module, BATCH_NORM) and (module.training or module.running_mean is None)
 
 
-def refuse_batch_norm(modules: Iterable[nn.Module], inner: Iterable[nn.Module], mode: str, micro_batches: int) -> None:
-    """Batch norm over a micro-batch is not batch norm over the batch; only `batch_norm="local"` accepts that."""
+def refuse_batch_norm(
+    modules: Iterable[nn.Module], inner: Iterable[nn.Module], mode: str, micro_batches: int, told: set[str]
+) -> None:
+    """Batch norm over a micro-batch is not batch norm over the batch; only `batch_norm="local"` accepts that.
+
+    `told` holds the notices that were given already: a door says each of them once.
+    """
     if micro_batches == 1 or not any(by_batch(module) for module in inner):
         return
     names = [
@@ -131,7 +138,9 @@ def refuse_batch_norm(modules: Iterable[nn.Module], inner: Iterable[nn.Module], 
     ]
     found = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     if mode == "local":
-        warnings.warn(LOCAL.format(found), stacklevel=4)
+        if found not in told:
+            told.add(found)
+            warnings.warn(LOCAL.format(found), stacklevel=4)
         return
     raise ModelError(
         f"the gradient of the whole batch was asked for in {micro_batches} micro-batches",

@@ -42,8 +42,8 @@ def number(count: Any) -> Count:
     if count.device.type == "cpu":
         value: int | float = count.item()
         return value
-    count = count.detach().reshape(())
-    return count if count.dtype.is_floating_point else count.double()
+    there: Tensor = count.detach().reshape(())
+    return there if there.dtype.is_floating_point else there.double()
 
 
 def divisor(counts: Sequence[Count]) -> Count:

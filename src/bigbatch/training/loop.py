@@ -133,7 +133,7 @@ def train(recipe: Recipe, settings: Settings, out: Path, watcher: Watcher | None
 
 
 def _proof(recipe: Recipe, settings: Settings, job: Job, watcher: Watcher) -> Proof | None:
-    """The closing table; None, and a note, where a model cannot be copied or run in float64: it can still be trained."""
+    """The closing table; None, and a note, where a model cannot be copied or run in float64: it is trained anyway."""
     watcher.note("measuring one whole batch, this run's way and the usual loop by hand")
     job.model.train()
     first, last = first_and_last(recipe, settings)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bigbatch.core.compare import explain_by_weights, relative_difference
+from bigbatch.core.compare import relative_difference
 from bigbatch.core.models import by_batch
 from bigbatch.core.split import Piece
-from bigbatch.verifier.case import Bench, Case, tried
+from bigbatch.verifier.case import Bench, Case, Gradients, tried
 from bigbatch.verifier.layers import Call, tied, traced
 from bigbatch.verifier.rounding import edited
 from bigbatch.verifier.runs import Run, Trial
+from bigbatch.verifier.shares import scaled_parameters, shares_cause, weighing
+from bigbatch.verifier.state import named
 from bigbatch.verifier.verdict import Cause
 
 
@@ -41,6 +43,10 @@ def causes_of(setting: Setting) -> Iterator[Cause]:
     if not math.isfinite(relative_difference(setting.trial.whole.gradients, setting.trial.whole.gradients)):
         yield Cause("not finite", "the whole batch's own gradient holds inf or nan", "verify a batch that trains")
         return
+    missing = missing_gradient(setting.trial.whole.gradients, setting.ours.gradients)
+    if missing is not None:
+        yield missing
+        return
     found = list(chance(setting))
     yield from found
     if found:  # what differs from itself cannot be compared with anything else
@@ -55,6 +61,18 @@ def causes_of(setting: Setting) -> Iterator[Cause]:
         yield from reasons
         if not reasons and not found:
             yield Cause("unknown", "no experiment explains the difference", unknown_advice(setting.trial.case))
+
+
+def missing_gradient(whole: Gradients, ours: Gradients) -> Cause | None:
+    """Parameters that have a gradient on one side only."""
+    lost = [name for name, gradient in whole.items() if gradient is not None and ours.get(name) is None]
+    extra = [name for name, gradient in ours.items() if gradient is not None and whole.get(name) is None]
+    if not lost and not extra:
+        return None
+    found = [f"{named(lost)}: no gradient, though the whole batch gives one"] if lost else []
+    found += [f"{named(extra)}: a gradient, though the whole batch gives none"] if extra else []
+    do = "look for a zero_grad after the last backward, a backward that is missing, or parameters frozen on the way"
+    return Cause("missing gradient", "; ".join(found), do)
 
 
 def chance(setting: Setting) -> Iterator[Cause]:
@@ -85,17 +103,17 @@ def chance(setting: Setting) -> Iterator[Cause]:
 
 def without_batch_norm(setting: Setting) -> tuple[Setting, Cause] | None:
     """The trial with batch norm frozen on both sides, where batch norm has a part in the difference."""
-    names = [name for name, module in setting.trial.bench.named_modules().items() if by_batch(module)]
+    layers = setting.trial.bench.named_modules().items()
+    names = [f"{name} ({type(module).__name__})".lstrip() for name, module in layers if by_batch(module)]
     if not names:
         return None
     calm = try_again(setting, freeze)
     if calm is None or not (setting.differs and (not calm.differs or batch_norm_ties(setting))):
         return None
-    found = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     effect = "with it frozen the gradients agree" if not calm.differs else "and it is not the only cause"
     return calm, Cause(
         "batch norm",
-        f"{found} normalised by the statistics of each micro-batch; {effect}",
+        f"{named(names)} normalised by the statistics of each micro-batch; {effect}",
         "freeze it with .eval(), or use a norm over one sample (GroupNorm)",
     )
 
@@ -141,7 +159,7 @@ def try_again(setting: Setting, edit: Callable[[Bench], None]) -> Setting | None
 def split_up(setting: Setting) -> Iterator[Cause]:
     """What cutting the batch did: a layer that ties samples, wrong shares, or a loss that ties samples."""
     call = tied_layer(setting)
-    if call is not None:
+    if call is not None and not by_batch(call.module):  # batch norm has had its turn
         where = f"{call.name} ({type(call.module).__name__})" if call.name else f"{type(call.module).__name__} itself"
         yield Cause(
             "samples tied by a layer",
@@ -150,10 +168,14 @@ def split_up(setting: Setting) -> Iterator[Cause]:
         )
         return
     spans, trial = setting.ours.spans, setting.trial
+    scaled = scaled_parameters(trial.whole.gradients, setting.ours.gradients, setting.tolerance)
+    if scaled is not None:
+        yield scaled
+        return
     singles = tried(lambda: trial.single(spans)) if trial.case.way != "wrapper" else None
-    shares = tried(lambda: shares_cause(setting, singles)) if singles else None
-    if shares is not None:
-        yield shares
+    found = weighing(trial.whole, setting.ours, singles or [], setting.tolerance)
+    if found is not None and found.rest <= setting.tolerance:
+        yield shares_cause(found, setting.tolerance)
     elif trial.bench.loss_fn is not None and trial.case.way in ("sequential", "function") and len(spans) > 1:
         joined = tried(lambda: trial.joined(spans))
         if joined is not None and setting.same(joined, trial.whole):
@@ -176,44 +198,12 @@ def tied_layer(setting: Setting) -> Call | None:
         bench, part = trial.case.fresh(), trial.case.fresh()
         whole = Piece(samples, bench.inputs, bench.targets)
         piece = trial.case.pieces(part, setting.ours.spans)[setting.ours.spans.index(span)]
-        there = traced(bench, whole, trial.draws.replay(0, samples))
-        return tied(there, traced(part, piece, trial.draws.replay(*span)), samples, span, tolerance)
+        there = traced(bench, whole, trial.draws.replay(0, samples), trial.case.double)
+        here = traced(part, piece, trial.draws.replay(*span), trial.case.double)
+        return tied(there, here, samples, span, tolerance)
 
     found: Call | None = tried(compare)
     return found
-
-
-def shares_cause(setting: Setting, singles: Sequence[Run]) -> Cause | None:
-    """Other weights of the same micro-batch gradients would have given the whole batch's gradient."""
-    whole, parts = setting.trial.whole.gradients, [run.gradients for run in singles]
-    entries = sum(int((g != 0).sum()) for g in whole.values() if isinstance(g, Tensor))
-    if entries < 4 * len(parts):
-        return None
-    right, rest = explain_by_weights(whole, parts)
-    used, left = explain_by_weights(setting.ours.gradients, parts)
-    if rest > setting.tolerance or left > max(setting.tolerance, 1e-3):
-        return None
-    close = 1e-3
-    ratios = [u / r if r else math.inf for u, r in zip(used, right, strict=True)]
-    told = f"weights used {listed(used)}, right {listed(right)}"
-    lost = [k for k, u in enumerate(used) if abs(u) <= close * max(map(abs, right))]
-    lost = [k for k in lost if abs(right[k]) > close * max(map(abs, right))]
-    if lost:
-        numbers = ", ".join(str(k + 1) for k in lost)
-        do = "look for a zero_grad or a step between the backwards, or a micro-batch that is skipped"
-        return Cause("lost micro-batches", f"micro-batch {numbers} of {len(used)} did not count ({told})", do)
-    if max(ratios) - min(ratios) <= close * abs(ratios[0]):
-        found = f"the gradient is {ratios[0]:.4g} times the whole batch's ({told})"
-        return Cause("wrong scale", found, "divide by the whole batch's denominator, and only once")
-    do = "weigh each micro-batch by its share of the batch's samples or target tokens, as Accumulator does"
-    if max(used) - min(used) <= close * abs(used[0]):
-        return Cause("mean of means", f"all micro-batches weigh the same, whatever they hold ({told})", do)
-    return Cause("wrong shares", f"the same micro-batches with other weights give the whole gradient ({told})", do)
-
-
-def listed(weights: Sequence[float]) -> str:
-    shown = ", ".join(f"{weight:.4g}" for weight in weights[:6])
-    return f"[{shown}, ...]" if len(weights) > 6 else f"[{shown}]"
 
 
 def unknown_advice(case: Case) -> str:

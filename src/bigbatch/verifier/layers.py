@@ -16,6 +16,7 @@ from bigbatch.core.random_operators import share
 from bigbatch.core.split import Piece
 from bigbatch.core.tree import leaves
 from bigbatch.verifier.case import Bench, Span, generators
+from bigbatch.verifier.precision import InDouble
 from bigbatch.verifier.runs import on_device
 
 
@@ -29,7 +30,7 @@ class Call:
     outputs: list[Tensor]
 
 
-def traced(bench: Bench, piece: Piece, drawing: AbstractContextManager[None]) -> list[Call]:
+def traced(bench: Bench, piece: Piece, drawing: AbstractContextManager[None], double: bool) -> list[Call]:
     """The calls of all modules in one forward, the inner ones before the outer ones."""
     calls: list[Call] = []
     handles = []
@@ -42,7 +43,7 @@ def traced(bench: Bench, piece: Piece, drawing: AbstractContextManager[None]) ->
 
     for name, module in bench.named_modules().items():
         handles.append(module.register_forward_hook(note(name), with_kwargs=True))
-    with torch.no_grad(), generators(0), drawing:
+    with torch.no_grad(), generators(0), InDouble(double), drawing:
         models.call(bench.inner, on_device(piece.inputs, bench))
     for handle in handles:
         handle.remove()

@@ -38,7 +38,7 @@ def rounding_of(trial: Trial, ours: Run) -> Rounding:
     dtype = trial.whole.dtype
     bench = trial.case.fresh()
     piece = Piece(trial.samples, bench.inputs, bench.targets)
-    calls = tried(lambda: traced(bench, piece, trial.draws.replay(0, trial.samples))) or []
+    calls = tried(lambda: traced(bench, piece, trial.draws.replay(0, trial.samples), trial.case.double)) or []
     terms = terms_of(calls, list(bench.parameters().values()), trial.samples)
     condition = max(1.0, cancelling(trial.whole.gradients, ours.parts), magnified(trial))
     bound = rounding_bound(terms, dtype, condition) if math.isfinite(condition) else math.inf

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from bigbatch.accumulator import Accumulator
 from bigbatch.core import models
@@ -21,6 +20,7 @@ from bigbatch.core.rules import loss_of
 from bigbatch.core.split import Piece
 from bigbatch.core.weigh import divisor, divisors, number
 from bigbatch.verifier.case import Bench, Case, Gradients, Span, generators
+from bigbatch.verifier.precision import Dtypes, InDouble, coarsest
 from bigbatch.verifier.watch import Watch
 
 
@@ -70,7 +70,7 @@ class Trial:
         for k, span in enumerate(spans):
             bench = self.case.fresh()
             piece = self.case.pieces(bench, spans)[k]
-            with generators(0):
+            with generators(0), InDouble(self.case.double):
                 loss = plain_loss(bench, piece, self.draws.replay(*span), self.case.way == "sequential")
                 loss.backward()  # type: ignore[no-untyped-call]
             found.append(record(bench, loss))
@@ -81,7 +81,7 @@ class Trial:
         bench = self.case.fresh()
         pieces = self.case.pieces(bench, spans)
         outputs = []
-        with generators(0):
+        with generators(0), InDouble(self.case.double):
             for piece, span in zip(pieces, spans, strict=True):
                 with preserved_rng(), self.draws.replay(*span):
                     outputs.append(models.call(bench.inner, on_device(piece.inputs, bench)))
@@ -100,7 +100,7 @@ def whole(case: Case, drawing: AbstractContextManager[None], seed: int = 0) -> R
     bench = case.fresh()
     piece = Piece(case.samples(bench), bench.inputs, bench.targets)
     before = {name: parameter.dtype for name, parameter in bench.parameters().items()}
-    with generators(seed), Dtypes() as dtypes:
+    with generators(seed), Dtypes() as dtypes, InDouble(case.double):
         loss = plain_loss(bench, piece, drawing, case.way == "sequential")
         loss.backward()  # type: ignore[no-untyped-call]
     return record(bench, loss, dtype=coarsest([*dtypes.seen, *before.values()]))
@@ -150,10 +150,10 @@ def loss_from(bench: Bench, outputs: Any, targets: Any, stated: Any = None) -> T
 def ours(case: Case, draws: Draws, seed: int) -> Run:
     """The user's configuration, with the whole batch's draws handed out in slices."""
     bench = case.fresh()
-    watch = Watch(bench, draws, case.samples(bench))
+    watch = Watch(bench, draws, case.samples(bench), case.double)
     values = {name: parameter.detach().clone() for name, parameter in bench.parameters().items()}
     scaler = bench.options.get("scaler")
-    with generators(seed):
+    with generators(seed), InDouble(case.double):
         if case.run is not None:
             with watch.inside():
                 loss = bench.run(bench.model, bench.inputs, bench.targets)
@@ -184,28 +184,3 @@ def record(bench: Bench, loss: Any, scale: float = 1.0, dtype: torch.dtype = tor
         gradients = {name: None if g is None else g / scale for name, g in gradients.items()}
     buffers = {name: buffer.detach() for name, buffer in bench.buffers().items()}
     return Run(float(number) if isinstance(number, int | float) else None, gradients, buffers, dtype=dtype)
-
-
-class Dtypes(TorchFunctionMode):
-    """Notes the floating-point types that a gradient goes through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self.seen.add(leaf.dtype)
-        return out
-
-
-def coarsest(dtypes: list[torch.dtype]) -> torch.dtype:
-    """The least precise of some floating-point types.
-
-    >>> coarsest([torch.float64, torch.bfloat16, torch.float32])
-    torch.bfloat16
-    """
-    floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-    return max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

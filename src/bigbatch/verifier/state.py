@@ -28,7 +28,8 @@ def state_causes(trial: Trial, ours: Run, tolerance: float) -> Iterator[Cause]:
         shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         yield Cause("buffers", shown, "let each batch move them once, as Accumulator and MicroBatched do")
     off = loss_difference(ours.loss, trial.whole.loss)
-    if trial.case.run is None and off is not None and off > math.sqrt(torch.finfo(trial.whole.dtype).eps):
+    judged = trial.case.run is None and trial.whole.loss is not None and math.isfinite(trial.whole.loss)
+    if judged and off is not None and off > math.sqrt(torch.finfo(trial.whole.dtype).eps):
         yield Cause("loss", f"the returned loss is off by {off:.1e}", "do not report it as the batch's")
 
 

@@ -19,7 +19,8 @@ class Cause:
 
     Attributes:
         name: "batch norm", "samples tied by a layer", "samples tied by the loss", "mean of means", "wrong scale",
-            "wrong shares", "lost micro-batches", "buffers", "weights moved", "loss", "randomness",
+            "wrong shares", "lost micro-batches", "gradient changed", "missing gradient",
+            "buffers", "weights moved", "loss", "randomness",
             "not deterministic", "not finite" or "unknown".
         found: what the experiment showed.
         do: what to do about it.
@@ -41,7 +42,8 @@ class Verdict:
     """Whether a configuration gives the gradient of the whole batch.
 
     Attributes:
-        equal: the gradients differ by no more than rounding explains, and buffers and loss end where they should.
+        equal: the gradients differ by no more than rounding explains, and buffers and weights end where they should;
+            so does the loss that a door returns (what a loop of the user's returns is shown, but not judged).
         difference: ||ours - whole|| / ||whole|| over all gradients together; infinite where one is missing.
         bound: how large that may become by rounding alone.
         loss_difference: the same for the loss; None where nothing was returned.

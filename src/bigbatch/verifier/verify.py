@@ -108,6 +108,8 @@ def judged(trial: Trial, ours: Run, notes: list[str]) -> Verdict:
         state = [cause for cause in state if cause.name != "loss"]
     if trial.whole.dtype != torch.float64 and trial.case.double:
         notes = [*notes, f"the model computes in {trial.whole.dtype} inside, also as a float64 copy"]
+    if trial.whole.loss is not None and not math.isfinite(trial.whole.loss):
+        notes = [*notes, f"the whole batch's own loss is {trial.whole.loss}, so no loss was compared with it"]
     name, off = worst(ours.gradients, trial.whole.gradients)
     return Verdict(
         equal=difference <= rounding.bound and not state,
@@ -152,8 +154,9 @@ def with_size(case: Case) -> tuple[Case, list[str]]:
         return case, []
     bench = case.fresh()
     samples, size = case.samples(bench), case.size(bench)
-    if size is not None and (size < samples or case.micro_batch_size is not None):
-        return case, [] if size < samples else ["the batch was run in one micro-batch, so nothing was split"]
+    if samples < 2 or (size is not None and (size < samples or case.micro_batch_size is not None)):
+        unsplit = samples < 2 or size is None or size >= samples
+        return case, ["the batch was run in one micro-batch, so nothing was split"] if unsplit else []
     chosen = chosen_size(samples)
     why = "" if size is None else f", as the wrapper's own {size} would not split {samples} samples"
     return replace(case, micro_batch_size=chosen), [f"micro_batch_size={chosen} was chosen{why}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,20 +14,21 @@ from bigbatch.core.rng import Draws
 from bigbatch.core.split import Piece
 from bigbatch.core.tree import leaves
 from bigbatch.verifier.case import Bench, Gradients, Span
+from bigbatch.verifier.precision import InDouble
 
 
 class Watch:
     """Sees every forward of a run: which samples it got, and what `.grad` held before it."""
 
-    def __init__(self, bench: Bench, draws: Draws, samples: int) -> None:
-        self.bench, self.draws, self.samples = bench, draws, samples
+    def __init__(self, bench: Bench, draws: Draws, samples: int, double: bool) -> None:
+        self.bench, self.draws, self.samples, self.double = bench, draws, samples, double
         self.spans: list[Span] = []
         self.held: list[Gradients] = []
 
     @contextmanager
     def around(self, piece: Piece) -> Iterator[None]:
         self._note((piece.first, piece.first + piece.samples))
-        with self.draws.replay(*self.spans[-1]):
+        with InDouble(self.double), self.draws.replay(*self.spans[-1]):
             yield
 
     @contextmanager
@@ -39,10 +40,9 @@ class Watch:
         @functools.wraps(forward)
         def watched(*args: Any, **kwargs: Any) -> Any:
             span = place_of((args, kwargs), self.bench.inputs, self.samples, self.spans[-1][1] if self.spans else 0)
-            if span is None:
-                return forward(*args, **kwargs)
-            self._note(span)
-            with self.draws.replay(*span):
+            if span is not None:
+                self._note(span)
+            with InDouble(self.double), nullcontext() if span is None else self.draws.replay(*span):
                 return forward(*args, **kwargs)
 
         module.__dict__["forward"] = watched

@@ -42,7 +42,9 @@ def _seconds(function: Callable[[], object], inner: int) -> float:
     return time.perf_counter() - start
 
 
-def runs_of(ours: Callable[[], object], theirs: Callable[[], object], pairs: int, inner: int, runs: int = 5) -> list[float]:
+def runs_of(
+    ours: Callable[[], object], theirs: Callable[[], object], pairs: int, inner: int, runs: int = 5
+) -> list[float]:
     """The median ratio of each of several runs."""
     return [statistics.median(paired(ours, theirs, pairs, inner)) for _ in range(runs)]
 

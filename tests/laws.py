@@ -250,7 +250,9 @@ def partial_last_window_is_right(case: Case, way: str) -> None:
     job, borders = made(case), (0, 3, 6, 8, N)
     door = accumulator(case, job, way, None)
     stream = [rows_of(case, first, last) for first, last in zip(borders, borders[1:], strict=False)]
-    for window, (first, last) in zip(windows(iter(delivered(case, job, stream)), accum_steps=3), ((0, 8), (8, N)), strict=True):
+    for window, (first, last) in zip(
+        windows(iter(delivered(case, job, stream)), accum_steps=3), ((0, 8), (8, N)), strict=True
+    ):
         loss = door.backward(window)
         expected, _ = expected_of(case, rows_of(case, first, last))
         found = left(job, loss)
@@ -310,7 +312,9 @@ def rng_ends_where_one_forward_leaves_it(case: Case, way: str, size: int = 3) ->
     losses = []
     for _ in range(2):
         with torch.random.fork_rng(devices=[]):
-            parts = [called(plain.model, rows_of(case, sum(sizes[:k]), sum(sizes[: k + 1]))[0]) for k in range(len(sizes))]
+            parts = [
+                called(plain.model, rows_of(case, sum(sizes[:k]), sum(sizes[: k + 1]))[0]) for k in range(len(sizes))
+            ]
             loss = loss_of(case, plain.loss_fn, torch.cat(parts), targets)
             loss.backward()
             end = states()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigBatchError, StepReport, accumulator, windows
+from bigbatch.core import models
 from bigbatch.engines import sequential
 from bigbatch.errors import LossError, ModelError, OptionError, SplitError
 
@@ -35,7 +36,9 @@ def grads(*modules: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for module in modules for parameter in module.parameters()]
 
 
-def right(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] = F.cross_entropy) -> tuple[Tensor, list[Tensor]]:
+def right(
+    model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] = F.cross_entropy
+) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of the whole batch; a loss with weights of its own comes after the model."""
     model, loss_fn = copy.deepcopy((model, loss_fn))
     loss = loss_fn(model(batch[0]), batch[1])
@@ -190,6 +193,23 @@ def test_an_error_after_an_unknown_loss_moves_no_buffer(model: nn.Module, batch:
     assert all(parameter.grad is None for parameter in (*model.parameters(), *loss_fn.parameters()))
 
 
+def test_a_micro_batch_without_a_target_may_have_a_constant_loss(model: nn.Module, batch: Any) -> None:
+    rows, labels = batch[0], batch[1].clone()
+    labels[:4] = -100
+
+    def loss_fn(outputs: Tensor, targets: Tensor, count: Tensor) -> Tensor:
+        there = targets != -100
+        return (
+            F.cross_entropy(outputs[there], targets[there], reduction="sum") / count if there.any() else torch.zeros(())
+        )
+
+    expected = right(model, (rows, labels))
+    door = Accumulator(model, loss_fn, reduction=lambda _, targets: (targets != -100).sum(), micro_batch_size=2)
+    close((door.backward(rows, labels), grads(model)), expected)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        door.backward(rows, torch.full_like(labels, -100))
+
+
 # --- Plain functions in place of a model
 
 
@@ -209,13 +229,22 @@ def steps(model: nn.Module) -> dict[str, Any]:
     def by_argument(net: nn.Module, rows: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(net(rows), labels)
 
-    trainer = Trainer()
-    return {"closure": closure, "method": trainer.step, "object": trainer,
-            "partial": functools.partial(by_argument, model), "lambda over a method": lambda *b: trainer.step(*b),
-            }  # fmt: skip
+    trainer, held = Trainer(), {"nets": [model]}
+    return {
+        "closure": closure,
+        "method": trainer.step,
+        "object": trainer,
+        "partial": functools.partial(by_argument, model),
+        "lambda over an object": lambda *b: trainer.step(*b),
+        "lambda over a function": lambda *b: closure(*b),
+        "lambda over containers": lambda *b: by_argument(held["nets"][0], *b),
+    }
 
 
-@pytest.mark.parametrize("name", ["closure", "method", "object", "partial"])
+NAMES = ["closure", "method", "object", "partial", "lambda over an object", "lambda over a function"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "lambda over containers"])
 def test_a_training_step(name: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     expected = right(model, batch)
     step = steps(model)[name]
@@ -225,10 +254,10 @@ def test_a_training_step(name: str, model: nn.Module, batch: tuple[Tensor, Tenso
 
 
 def test_a_training_step_whose_module_is_named(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    hidden = {"net": model}
+    hidden = iter([model] * 9)
 
     def step(rows: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(hidden["net"](rows), labels)
+        return F.cross_entropy(next(hidden)(rows), labels)
 
     expected = right(model, batch)
     with pytest.raises(OptionError, match=r"modules=\[\.\.\.\]"):
@@ -256,6 +285,18 @@ def test_a_training_step_over_a_window(model: nn.Module, batch: tuple[Tensor, Te
     (window,) = windows([(batch[0][:7], batch[1][:7]), (batch[0][7:], batch[1][7:])], accum_steps=4)
     loss = Accumulator(steps(model)["closure"], None, reduction="mean").backward(window)
     close((loss, grads(model)), expected)
+
+
+def test_the_search_for_modules_is_bounded(model: nn.Module) -> None:
+    deep: Any = model
+    for _ in range(9):
+        deep = [deep]
+    assert models.find_modules(lambda: deep) == [] and models.find_modules(lambda: [model] * 2, F.cross_entropy) == [
+        model
+    ]
+    many, ring = [0] * 2000 + [model], {}
+    ring["self"] = ring
+    assert models.find_modules(lambda: (many, ring)) == []
 
 
 # --- Precision
@@ -407,6 +448,8 @@ def test_options_that_cannot_be_meant_are_refused(model: nn.Module, batch: tuple
     with pytest.raises(OptionError, match="batch_norm='off'"):
         Accumulator(model, nn.CrossEntropyLoss(), batch_norm="off")
     door = Accumulator(model, nn.CrossEntropyLoss())
+    with pytest.raises(OptionError, match="beside a window"):
+        door.backward(next(iter(windows([batch], accum_steps=1))), batch[1])
     with pytest.raises(OptionError, match="yield \\(inputs, targets\\)"):
         door.backward(next(iter(windows([batch[0]], accum_steps=1))))
 
@@ -436,7 +479,10 @@ class DistributedDataParallel(nn.Module):
 
 
 def test_several_processes_are_refused_by_name(model: nn.Module) -> None:
-    for wrapped, name in ((DistributedDataParallel(model), "DistributedDataParallel"), (nn.DataParallel(model), "DataParallel")):
+    for wrapped, name in (
+        (DistributedDataParallel(model), "DistributedDataParallel"),
+        (nn.DataParallel(model), "DataParallel"),
+    ):
         with pytest.raises(ModelError, match=f"is a {name}"):
             Accumulator(nn.Sequential(wrapped), nn.CrossEntropyLoss())
 
@@ -445,6 +491,14 @@ def test_fields_that_disagree_are_refused(model: nn.Module, batch: tuple[Tensor,
     with pytest.raises(SplitError, match="targets 9"):
         Accumulator(model, nn.CrossEntropyLoss(), micro_batch_size=4).backward(batch[0], batch[1][:9])
     assert issubclass(SplitError, BigBatchError) and issubclass(SplitError, ValueError)
+
+
+def test_a_lazy_model_becomes_what_it_is_in_its_first_micro_batch(batch: tuple[Tensor, Tensor]) -> None:
+    lazy = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(C)).double()
+    loss = Accumulator(lazy, nn.CrossEntropyLoss(), micro_batch_size=4).backward(*batch)
+    found = grads(lazy)
+    lazy.zero_grad()
+    close((loss, found), right(lazy, batch))
 
 
 # --- Costs

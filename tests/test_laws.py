@@ -8,29 +8,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import laws
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from laws import DOOR_1, DOOR_2, N, Case, Failure
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo import BY_NAME, CASES
-from zoo_models import C, D, Unused
 
+import laws
 from bigbatch import accumulator
 from bigbatch.core import gradients, rules
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.split import Splitter
 from bigbatch.engines import recompute, sequential
+from laws import DOOR_1, DOOR_2, Case, Failure, N
+from zoo import BY_NAME, CASES
+from zoo_models import C, D, Unused
 
 RANDOM = [case.name for case in CASES if case.random]
 MOVING = ["counter and moving average", "functional call", "spectral norm"]
 PARTLY = ["frozen middle", "unused parameters and outputs", "experts, some without samples", "teacher"]
 TOKENS = ["tied weights, ignored tokens", "tied weights, counted tokens", "class weights"]
-WINDOWED = [*TOKENS, "linear", "perceptron", "sum", "two terms, two denominators", "loss with weights of its own", "own loss",
-            "own loss, handed its denominator", "packed sequence", "ranking", "contrastive"]  # fmt: skip
+WINDOWED = [*TOKENS, "linear", "perceptron", "sum", "two terms, two denominators", "loss with weights of its own",
+            "own loss", "own loss, handed its denominator", "packed sequence", "ranking", "contrastive"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,9 @@ def test_equals_the_whole_batch_however_it_is_cut(name: str, way: str) -> None:
     check()
 
 
-@pytest.mark.parametrize(("name", "way"), [("perceptron", "sequential"), ("contrastive", "joint"), ("contrastive", "keep")])
+@pytest.mark.parametrize(
+    ("name", "way"), [("perceptron", "sequential"), ("contrastive", "joint"), ("contrastive", "keep")]
+)
 def test_a_dropped_micro_batch_is_caught(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Splitter.pieces
 
@@ -251,7 +253,9 @@ def test_kept_activations_are_caught(case: Case, way: str) -> None:
     broken(laws.peak_is_one_micro_batch, case, way, 2)
 
 
-ERRORS = [(way, where) for way in DOOR_1 + DOOR_2 for where in ("forward", "backward") if way in DOOR_1 or where == "forward"]
+ERRORS = [
+    (way, where) for way in DOOR_1 + DOOR_2 for where in ("forward", "backward") if way in DOOR_1 or where == "forward"
+]
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["added to", "empty"])
@@ -294,9 +298,9 @@ FIELDS: dict[str, tuple[Any, Callable[[Any], list[int]] | None]] = {
     "column": (NUMBERS.double(), lambda value: value.int().tolist()),
     "rows": (NUMBERS[:, None].expand(N, D), lambda value: value[:, 0].tolist()),
     "ids": ([f"{i}" for i in range(N)], lambda value: [int(text) for text in value]),
-    "boxes": ([{"xy": torch.full((i % 3 + 1, 2), i)} for i in range(N)], lambda value: [int(box["xy"][0, 0]) for box in value]),
+    "boxes": ([{"xy": torch.full((i % 3 + 1, 2), i)} for i in range(N)], lambda all: [int(b["xy"][0, 0]) for b in all]),
     "nested": ({"a": (NUMBERS, NUMBERS.double()), "b": "note"}, lambda value: value["a"][0].tolist()),
-    "sparse": (torch.diag(NUMBERS.double() + 1).to_sparse(), lambda value: [int(v) - 1 for v in value.to_dense().sum(1)]),
+    "sparse": (torch.diag(NUMBERS.double() + 1).to_sparse(), lambda value: (value.to_dense().sum(1) - 1).tolist()),
     "none": (None, None),
     "temperature": (torch.tensor(0.7), None),
     "word": ("note", None),
@@ -304,7 +308,9 @@ FIELDS: dict[str, tuple[Any, Callable[[Any], list[int]] | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [tuple(FIELDS), ("rows", "ids"), ("boxes", "column", "temperature"), ("nested", "sparse")])
+@pytest.mark.parametrize(
+    "names", [tuple(FIELDS), ("rows", "ids"), ("boxes", "column", "temperature"), ("nested", "sparse")]
+)
 def test_fields_are_cut_together(names: tuple[str, ...]) -> None:
     laws.fields_are_cut_together({name: FIELDS[name][0] for name in names}, {name: FIELDS[name][1] for name in names})
 

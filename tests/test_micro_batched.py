@@ -1,10 +1,11 @@
-"""Door 2: any loss on a wrapped model has the gradient of the whole batch, and nothing else shows that it is wrapped."""
+"""Door 2: any loss on a wrapped model has the whole batch's gradient, and nothing else shows that it is wrapped."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+import random
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -180,6 +181,50 @@ def test_a_model_that_writes_to_its_inputs(x: Tensor) -> None:
             close((outputs.detach(), grads(model)), expected)
 
 
+@pytest.mark.parametrize("source", ["random", "numpy"])
+def test_random_numbers_from_outside_torch_are_replayed(source: str, x: Tensor) -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class Jitter(Tower):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            draw = random.random() if source == "random" else numpy.random.rand()
+            return super().forward(x * (1 + draw), scale)
+
+    model = Jitter()
+    ends = []
+    for forward in (lambda rows: torch.cat([model(part) for part in rows.split([4, 3, 3])]), MicroBatched(model, 4),
+                    MicroBatched(model, 4, keep_bytes=500)):  # fmt: skip
+        model.zero_grad()
+        random.seed(3), numpy.random.seed(3)
+        forward(x).std(0).sum().backward()
+        ends.append((grads(model), random.random(), numpy.random.rand()))
+    close(ends[1:], [ends[0], ends[0]])
+
+
+def test_weights_that_change_before_the_backward_are_refused(x: Tensor) -> None:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = MicroBatched(model, 4)(x)
+    outputs.sum().backward(retain_graph=True)
+    outputs.std(0).sum().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(ModelError, match="run every backward before the step"):
+        outputs.sum().backward()
+
+
+def test_weights_that_a_forward_writes_itself_are_no_fault() -> None:
+    """An embedding with `max_norm` shortens its rows in the forward."""
+    ids = torch.randint(0, 7, (N, 2))
+    ends = []
+    for size in (None, 4):
+        torch.manual_seed(1)
+        model: nn.Module = nn.Embedding(7, 5, max_norm=1.0, dtype=torch.float64)
+        outputs = model(ids) if size is None else MicroBatched(model, size)(ids)
+        outputs.std(0).sum().backward()
+        ends.append((model.weight.detach(), model.weight.grad))
+    close(ends[1], ends[0])
+
+
 # --- Outputs
 
 
@@ -327,7 +372,10 @@ def test_keep_bytes_measures_once_and_moves_nothing(x: Tensor) -> None:
 
 
 def test_recomputing_frees_what_keeping_keeps() -> None:
-    model, x = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.Tanh()))), torch.randn(64, 50, 8)
+    model, x = (
+        nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.Tanh()))),
+        torch.randn(64, 50, 8),
+    )
     peaks = {}
     for activations in ("recompute", "keep"):
         with Live() as live:
@@ -411,7 +459,9 @@ def test_nested_inside_another_module(x: Tensor) -> None:
 def test_hooks_of_the_model_see_micro_batches(x: Tensor) -> None:
     model, seen = Tower(), []
     wrapped = MicroBatched(model, 4, activations="keep")
-    handle = wrapped.register_forward_hook(lambda module, inputs, output: seen.append((module, len(output))) or output * 2)
+    handle = wrapped.register_forward_hook(
+        lambda module, inputs, output: seen.append((module, len(output))) or output * 2
+    )
     expected = model(x)
     seen.clear()
     close(wrapped(x), expected)

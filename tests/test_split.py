@@ -188,7 +188,7 @@ def test_a_piece_with_borders_of_its_own_is_caught() -> None:
     chunks = [Piece(n, {"x": x, "ids": i}, None) for n, x, i in zip((4, 3, 3), batch["x"].chunk(3), "abc", strict=True)]
     assert not holds(10, batch, chunks)
     assert not holds(10, batch, pieces[:-1])
-    moved = [dataclasses.replace(p, inputs={**p.inputs, "ids": batch["ids"][p.first : p.first + 4]}) for p in pieces]
+    moved = [p._replace(inputs={**p.inputs, "ids": batch["ids"][p.first : p.first + 4]}) for p in pieces]
     assert not all(map(rows_agree, moved)) and not holds(10, batch, moved)
 
 

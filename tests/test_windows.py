@@ -23,7 +23,9 @@ from bigbatch.windows import Window
 def test_every_item_once_in_order_and_only_the_last_window_is_short(items: int, steps: int) -> None:
     found = list(windows(range(items), accum_steps=steps))
     assert [item for window in found for item in window] == list(range(items))
-    assert all(len(window) == steps for window in found[:-1]) and all(1 <= len(window) <= steps for window in found[-1:])
+    assert all(len(window) == steps for window in found[:-1]) and all(
+        1 <= len(window) <= steps for window in found[-1:]
+    )
     assert [window.last for window in found] == [False] * (len(found) - 1) + [True] * bool(found)
     assert len(windows(range(items), accum_steps=steps)) == len(found)
 

@@ -58,7 +58,11 @@ class LearnedStart(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.start, self.core, self.last = nn.Parameter(torch.randn(1, 1, H)), nn.GRU(D, H, batch_first=True), nn.Linear(H, C)
+        self.start, self.core, self.last = (
+            nn.Parameter(torch.randn(1, 1, H)),
+            nn.GRU(D, H, batch_first=True),
+            nn.Linear(H, C),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.core(x, self.start.expand(1, len(x), H).contiguous())[0][:, -1])
@@ -148,7 +152,11 @@ class Structured(Two):
     def forward(self, x: Tensor) -> Any:
         hidden = self.first(x).tanh()
         y = self.last(hidden)
-        kinds = {"named tuple": Pair(y, hidden), "dataclass": Output(y, (hidden, None)), "nested": {"a": ((y, hidden), [])}}
+        kinds = {
+            "named tuple": Pair(y, hidden),
+            "dataclass": Output(y, (hidden, None)),
+            "nested": {"a": ((y, hidden), [])},
+        }
         return kinds[self.kind]
 
 

@@ -23,7 +23,7 @@ from bigbatch.core.split import Piece, Splitter, check_size
 from bigbatch.engines import recompute, sequential
 from bigbatch.errors import OptionError
 from bigbatch.terms import StepReport
-from bigbatch.windows import Window, in_a_row
+from bigbatch.windows import in_a_row, items_of
 
 UNKNOWN_LOSS = (
     "bigbatch does not know this loss's denominator, so the loss is computed once on the outputs of the whole batch: "
@@ -94,7 +94,9 @@ class Accumulator:
         models.refuse_parallel(self.modules)
         self.splitter = Splitter(split, models.sizes_of(models.parameters_of(models.inner_modules(self.modules))))
         self.rule = rule_for(model, loss_fn, reduction)
-        self.own_loss = OwnLoss(model, self.modules, self.splitter) if self.rule is None and loss_fn is None else None
+        count = reduction if callable(reduction) else None
+        asked = self.rule is None and loss_fn is None
+        self.own_loss = OwnLoss(model, self.modules, self.splitter, count) if asked else None
         self._refuse_plain_function(reduction)
         if self.rule is None and loss_fn is not None:
             warnings.warn(UNKNOWN_LOSS, stacklevel=2)
@@ -102,7 +104,7 @@ class Accumulator:
     def backward(
         self, inputs: Any, targets: Any = None, *, on_outputs: Callable[[Any, Any], object] | None = None
     ) -> Tensor:
-        """Adds the gradient of the whole batch's loss to every `.grad`; was `loss_fn(model(inputs), targets).backward()`.
+        """Adds the gradient of the whole batch's loss to `.grad`; was `loss_fn(model(inputs), targets).backward()`.
 
         Args:
             inputs: the batch: a tensor is `model(inputs)`, a tuple `model(*inputs)`, a mapping `model(**inputs)`; or a
@@ -121,8 +123,8 @@ class Accumulator:
         inner = models.inner_modules(self.modules)
         parameters = models.parameters_of(inner)
         device = models.device_of(parameters)
-        border = Border(*self._items(inputs, targets))
-        items: list[tuple[Any, Any]] = list(border.parts)
+        border = Border(items_of(inputs, targets, paired=self.loss_fn is not None))
+        items = border.items
         pieces = in_a_row(piece for item in items for piece in self.splitter.pieces(*item, self.micro_batch_size))
         models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
         buffers = Buffers(inner)
@@ -135,12 +137,13 @@ class Accumulator:
                 loss, denominator = self._sequential(pieces, items, device, buffers, parameters, on_outputs)
             border.backward()
         buffers.settle()
+        sizes = [piece.samples for piece in pieces]
         self.report = StepReport(
-            samples=sum(piece.samples for piece in pieces),
-            micro_batches=len(pieces),
-            micro_batch_size=max((piece.samples for piece in pieces), default=0),
+            samples=sum(sizes),
+            micro_batches=len(sizes),
+            micro_batch_size=max(sizes, default=0),
             denominator=denominator,
-            peak_bytes=torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None,
+            peak_bytes=models.peak_bytes(device),
             seconds=time.perf_counter() - start,
         )
         return loss
@@ -154,7 +157,10 @@ class Accumulator:
         parameters: Sequence[nn.Parameter],
         on_outputs: Callable[[Any, Any], object] | None,
     ) -> tuple[Tensor, Any]:
-        rule = self.rule or cast(OwnLoss, self.own_loss).rule(pieces, device)
+        rule = self.rule
+        if rule is None:
+            with self._autocast():
+                rule = cast(OwnLoss, self.own_loss).rule(pieces, device)
         weights, totals, denominator = weigh(rule, pieces, items, device)
         extra = rule.extra(totals)
 
@@ -167,7 +173,7 @@ class Accumulator:
         whole = sum(piece.samples for piece in pieces)
         shares = [piece.samples / whole for piece in pieces]
         scale = self.scaler.scale if self.scaler is not None else None
-        stay = device is None or all(to_device(item, device) is item for item in items)
+        stay = device is None or all(to_device(part, device) is part for item in items for part in item)
         there: Iterable[Piece] = pieces if device is None or stay else ahead(pieces, device)
         return sequential.run(there, weights, shares, self._inside(loss_of), buffers, parameters, scale), denominator
 
@@ -218,21 +224,6 @@ class Accumulator:
             return nullcontext()
         device = models.device_of(models.parameters_of(models.inner_modules(self.modules)))
         return torch.autocast(device.type if device is not None else "cpu", dtype=self.autocast)
-
-    def _items(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
-        """The batch as it came: one pair of inputs and targets, or a window's."""
-        if not isinstance(inputs, Window):
-            return [(inputs, targets)]
-        if self.loss_fn is None:
-            return [(item, None) for item in inputs]
-        for item in inputs:
-            if not isinstance(item, tuple | list) or len(item) != 2:
-                raise OptionError(
-                    "a window of micro-batches was given to a model with a separate loss",
-                    f"a micro-batch that is a {type(item).__name__}, not a pair",
-                    "have the loader yield (inputs, targets)",
-                )
-        return [(item[0], item[1]) for item in inputs]
 
     def _refuse_plain_function(self, reduction: Any) -> None:
         if isinstance(self.model, nn.Module) or self.loss_fn is not None and self.modules:

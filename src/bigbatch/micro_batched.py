@@ -16,6 +16,7 @@ from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter, check_size
 from bigbatch.core.units import parse_bytes
 from bigbatch.engines import recompute
+from bigbatch.engines.replay import preserved_host_numbers
 
 OWN = frozenset({"_wrapped", "_door", "forward"})
 
@@ -67,9 +68,18 @@ class Door:
             return model(*args, **kwargs)
         size = pieces[0].samples
         check = functools.partial(recompute.refuse_tied_axes, pieces, forward, self.splitter, buffers, device)
-        kept = 1 if len(pieces) == 1 else self._kept(pieces, forward, buffers, device, [*parameters, *buffers.originals])
+        kept = (
+            1 if len(pieces) == 1 else self._kept(pieces, forward, buffers, device, [*parameters, *buffers.originals])
+        )
         outputs = recompute.run(
-            pieces, forward, buffers, device, self.activations, kept, parameters, None if size in self.checked else check
+            pieces,
+            forward,
+            buffers,
+            device,
+            self.activations,
+            kept,
+            parameters,
+            None if size in self.checked else check,
         )
         self.checked.add(size)
         return outputs
@@ -87,7 +97,7 @@ class Door:
             return 0
         if self.sample_bytes is None:
             first = recompute.fresh(recompute.moved(pieces[0], device), pieces[0])
-            with preserved_rng(), buffers.replayed():
+            with preserved_rng(), preserved_host_numbers(), buffers.replayed():
                 self.sample_bytes = recompute.saved_bytes(forward, first, constants) / first.samples
         return affordable([piece.samples for piece in pieces], self.sample_bytes, self.keep_bytes)
 

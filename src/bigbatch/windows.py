@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.core.split import Piece
@@ -84,5 +84,27 @@ def in_a_row(pieces: Iterable[Piece]) -> list[Piece]:
     numbered: list[Piece] = []
     for piece in pieces:
         first = numbered[-1].first + numbered[-1].samples if numbered else 0
-        numbered.append(piece if piece.first == first else replace(piece, first=first))
+        numbered.append(piece if piece.first == first else piece._replace(first=first))
     return numbered
+
+
+def items_of(inputs: Any, targets: Any, paired: bool) -> list[tuple[Any, Any]]:
+    """A batch as it came: one pair of inputs and targets, or a window's, whose items hold both where `paired`.
+
+    >>> items_of(Window(("rows", "more rows"), last=True), None, paired=False)
+    [('rows', None), ('more rows', None)]
+    """
+    if not isinstance(inputs, Window):
+        return [(inputs, targets)]
+    if targets is not None:
+        raise OptionError("targets were passed beside a window", "a window brings its own", "pass the window alone")
+    if not paired:
+        return [(item, None) for item in inputs]
+    for item in inputs:
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise OptionError(
+                "a window of micro-batches was given to a model with a separate loss",
+                f"a micro-batch that is a {type(item).__name__}, not a pair",
+                "have the loader yield (inputs, targets)",
+            )
+    return [(item[0], item[1]) for item in inputs]

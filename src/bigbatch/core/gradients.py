@@ -57,11 +57,13 @@ class Border:
     batch that require a gradient are therefore replaced by leaves; their gradients gather over the window.
     """
 
-    def __init__(self, *parts: Any) -> None:
+    def __init__(self, items: list[tuple[Any, Any]]) -> None:
         self.leaves: dict[int, tuple[Tensor, Tensor]] = {}
-        self.parts = parts
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for part in parts for leaf in leaves(part)):
-            self.parts = tuple(map_leaves(self._leaf, part) for part in parts)
+        self.items = items
+        if any(carries_a_graph(part) for item in items for part in item):
+            self.items = [
+                (map_leaves(self._leaf, inputs), map_leaves(self._leaf, targets)) for inputs, targets in items
+            ]
 
     def _leaf(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
@@ -74,6 +76,12 @@ class Border:
         pairs = [(tensor, leaf.grad) for tensor, leaf in self.leaves.values() if leaf.grad is not None]
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def carries_a_graph(tree: Any) -> bool:
+    if isinstance(tree, Tensor):
+        return tree.requires_grad
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(tree))
 
 
 def versions(parameters: Iterable[Tensor]) -> list[int]:

@@ -28,7 +28,9 @@ def join(outputs: Sequence[Any], samples: Sequence[int], path: str = "outputs") 
     if parts[0] is None:
         return _join_leaves(outputs, path)
     if any(type(output) is not type(first) for output in outputs):
-        raise SplitError(ASKED, f"{path} is a {type(first).__name__} in one micro-batch and something else in another", RETURN)
+        raise SplitError(
+            ASKED, f"{path} is a {type(first).__name__} in one micro-batch and something else in another", RETURN
+        )
     if isinstance(first, list) and _one_a_sample(parts, samples, path):
         return [item for output in outputs for item in output]
     names = [[name for name, _ in part or ()] for part in parts]
@@ -66,9 +68,7 @@ def _join_leaves(outputs: Sequence[Any], path: str) -> Any:
 def _one_a_sample(parts: Sequence[Any], samples: Sequence[int], path: str) -> bool:
     """Whether a list holds one item for each sample, rather than fields that hold all samples each."""
     one_each = all(len(part) == size for part, size in zip(parts, samples, strict=True))
-    fields = all(
-        _holds_rows(child, size) for part, size in zip(parts, samples, strict=True) for _, child in part
-    )
+    fields = all(_holds_rows(child, size) for part, size in zip(parts, samples, strict=True) for _, child in part)
     if one_each and fields:
         raise SplitError(
             ASKED,

@@ -1,15 +1,17 @@
-"""What bigbatch needs to know of a model: how to call it, where it lives, which modules it holds, what it may not be."""
+"""What bigbatch needs to know of a model: how it is called, where it lives, what it holds, what it may not be."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.errors import ModelError, OptionError
@@ -20,6 +22,7 @@ LOCAL = (
     "batch_norm='local': {} normalises by the statistics of each micro-batch, so the gradient differs from the whole "
     "batch's. Running statistics move once, by the mean over micro-batches."
 )
+DEPTH, MANY = 5, 1000  # how far modules are looked for behind a function, and in containers of how many items
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
@@ -49,34 +52,41 @@ def find_modules(*sources: Any) -> list[nn.Module]:
     True
     """
     found: dict[nn.Module, None] = {}
+    seen: set[int] = set()
+
+    def look(source: Any, depth: int) -> None:
+        if isinstance(source, nn.Module):
+            found[source] = None
+        elif depth < DEPTH and id(source) not in seen:
+            seen.add(id(source))
+            for value in _held_by(source):
+                look(value, depth + 1)
+
     for source in sources:
-        found.update(dict.fromkeys(_modules_of(source)))
+        look(source, 0)
     return list(found)
 
 
-def _modules_of(source: Any) -> Iterator[nn.Module]:
-    if isinstance(source, nn.Module):
-        yield source
-    elif isinstance(source, functools.partial):
-        for value in (source.func, *source.args, *source.keywords.values()):
-            yield from _modules_of(value)
-    elif inspect.ismethod(source):
-        owner = source.__self__
-        values = [owner] if isinstance(owner, nn.Module) else getattr(owner, "__dict__", {}).values()
-        yield from (value for value in values if isinstance(value, nn.Module))
-    elif inspect.isfunction(source):
-        seen = inspect.getclosurevars(source)
-        for value in (*seen.nonlocals.values(), *seen.globals.values()):
-            if isinstance(value, nn.Module):
-                yield value
-            elif inspect.ismethod(value):
-                yield from _modules_of(value)
-    elif callable(source):
-        yield from (value for value in getattr(source, "__dict__", {}).values() if isinstance(value, nn.Module))
+def _held_by(source: Any) -> Iterable[Any]:
+    """What a function, a container or an object of the user's own can reach by name."""
+    home = getattr(source, "__module__", None) or type(source).__module__
+    if isinstance(source, type | ModuleType) or home.partition(".")[0] == "torch":
+        return ()
+    if isinstance(source, functools.partial):
+        return (source.func, *source.args, *source.keywords.values())
+    if inspect.ismethod(source):
+        return (source.__self__, source.__func__)
+    if inspect.isfunction(source):
+        reached = inspect.getclosurevars(source)
+        return (*reached.nonlocals.values(), *reached.globals.values(), *(source.__defaults__ or ()))
+    if isinstance(source, list | tuple | set | frozenset | Mapping):
+        values = source.values() if isinstance(source, Mapping) else source
+        return values if len(source) <= MANY else ()
+    return list(getattr(source, "__dict__", {}).values())
 
 
 def inner_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules and all that they hold, each once. Called once a batch, so without the names that `modules()` makes."""
+    """The modules and all that they hold, each once; without the names that `modules()` makes, for every batch asks."""
     found: dict[nn.Module, None] = {}
     waiting = list(modules)[::-1]
     while waiting:
@@ -99,9 +109,14 @@ def device_of(parameters: Iterable[Tensor]) -> torch.device | None:
     return devices.pop() if len(devices) == 1 else None
 
 
+def peak_bytes(device: torch.device | None) -> int | None:
+    """The allocator's peak on a GPU; None where nothing is counted."""
+    return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
+
+
 def sizes_of(parameters: Iterable[Tensor]) -> frozenset[int]:
     """Every length that some axis of some parameter has: a field of that length may belong to the model's axes."""
-    return frozenset(size for parameter in parameters for size in parameter.shape)
+    return frozenset(size for parameter in parameters if not is_lazy(parameter) for size in parameter.shape)
 
 
 def refuse_parallel(modules: Iterable[nn.Module]) -> None:
@@ -113,7 +128,11 @@ def refuse_parallel(modules: Iterable[nn.Module]) -> None:
             wrapper = next((kind for kind in PARALLEL if kind in kinds), None)
             if wrapper:
                 raise ModelError(asked, f"{name or 'the model'} is a {wrapper}", "pass the model that it wraps")
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    ):
         raise ModelError(
             asked, f"{torch.distributed.get_world_size()} processes", "run one process; several are not supported yet"
         )

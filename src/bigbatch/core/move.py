@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -55,7 +54,7 @@ def ahead(pieces: Iterable[Piece], device: torch.device | str) -> Iterator[Piece
     for piece in pieces:
         inputs, targets = to_device(piece.inputs, device), to_device(piece.targets, device)
         same = inputs is piece.inputs and targets is piece.targets
-        yield piece if same else replace(piece, inputs=inputs, targets=targets)
+        yield piece if same else piece._replace(inputs=inputs, targets=targets)
 
 
 @lru_cache
@@ -116,7 +115,7 @@ def receive(
     def arrived(leaf: Any) -> Any:
         return copies[id(leaf)][1] if id(leaf) in copies else moved(leaf, device)
 
-    return replace(piece, inputs=map_leaves(arrived, piece.inputs), targets=map_leaves(arrived, piece.targets))
+    return piece._replace(inputs=map_leaves(arrived, piece.inputs), targets=map_leaves(arrived, piece.targets))
 
 
 def can_be_sent(leaf: Any) -> bool:

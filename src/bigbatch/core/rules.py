@@ -67,9 +67,10 @@ def rule_for(model: Any, loss_fn: Callable[..., Tensor] | None, reduction: Any) 
             "it names no way to weigh a loss",
             'pass "auto", "mean", "sum" or a function count(inputs, targets)',
         )
+    if loss_fn is None and isinstance(model, nn.Module):
+        return None  # the count is stated; whether the model takes the total has to be asked
     if loss_fn is None:
-        name = "num_items_in_batch" if isinstance(model, nn.Module) else "count"
-        return Rule("counted", functools.partial(_counted, reduction), loss_of, lambda totals: {name: totals})
+        return Rule("counted", functools.partial(_counted, reduction), loss_of, lambda totals: {"count": totals})
     return Rule("counted", functools.partial(_counted, reduction), loss_fn)
 
 

@@ -8,9 +8,8 @@ or the batch is refused by name. Numbers, strings and 0-d tensors are shared. A 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ WORDS = ("shared", "samples", "fields")
 SplitFunction = Callable[[Any, Any, "int | None"], Iterable[tuple[int, Any, Any]]]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A micro-batch: its number of samples, its inputs and targets, and the number of its first sample in the batch."""
 
     samples: int

@@ -23,7 +23,9 @@ def parse_bytes(text: int | str, name: str = "bytes") -> int:
         return text
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     if found is None or found[2].upper() not in FACTORS:
-        raise OptionError(f"{name}={text!r} was asked for", "it is no number of bytes", 'pass a number, or text such as "2GiB"')
+        raise OptionError(
+            f"{name}={text!r} was asked for", "it is no number of bytes", 'pass a number, or text such as "2GiB"'
+        )
     return int(float(found[1]) * FACTORS[found[2].upper()])
 
 

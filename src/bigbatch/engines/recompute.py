@@ -8,11 +8,8 @@ micro-batches are the first to run backward, so theirs are the ones to keep wher
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +23,7 @@ from bigbatch.core.move import ahead
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.tree import map_leaves
-from bigbatch.core.tree import map_leaves
-from bigbatch.errors import SplitError
+from bigbatch.engines.replay import Guard, Replays, preserved_host_numbers
 
 ACTIVATIONS = ("recompute", "offload", "keep")
 
@@ -53,19 +49,21 @@ def run(
         device: where the model lives; None leaves the micro-batches where they are.
         activations: "recompute", "offload" or "keep".
         kept: how many of the last micro-batches keep their activations on the device all the same.
-        weights: tensors that stay on the device anyway, so that offloading leaves them out.
+        weights: tensors that stay on the device anyway, so that offloading leaves them out; they must not change
+            before the backward.
         check: shown the first micro-batch's outputs before the others run.
     """
     samples = [piece.samples for piece in pieces]
     whole = sum(samples)
     outputs = []
-    staying = storages(weights)
+    staying, guard = storages(weights), Guard(weights)
     for k, there in enumerate(ahead(pieces, device) if device is not None else pieces):
         how = "keep" if k >= len(pieces) - kept or not torch.is_grad_enabled() else activations
         with buffers.lent(pieces[k].samples / whole):
-            outputs.append(_run_one(how, forward, pieces[k], there, buffers, device, staying))
+            outputs.append(_run_one(how, forward, pieces[k], there, buffers, device, staying, guard))
         if k == 0 and check is not None:
             check(outputs[0])
+    guard.note()
     joined = join(outputs, samples)
     buffers.settle()
     return joined
@@ -79,6 +77,7 @@ def _run_one(
     buffers: Buffers,
     device: torch.device | None,
     staying: frozenset[int],
+    guard: Guard,
 ) -> Any:
     if how == "keep":
         return forward(there)
@@ -90,10 +89,10 @@ def _run_one(
     def again(_: Tensor) -> Any:
         return forward(fresh(first_time.pop() if first_time else moved(here, device), here))
 
-    contexts = functools.partial(_contexts, buffers)
     # The checkpoint looks at its arguments to learn which device's random numbers it has to replay.
     anchor = torch.empty(0, device=device or "cpu")
-    return checkpoint(again, anchor, use_reentrant=False, context_fn=contexts)
+    contexts = nullcontext(), Replays(buffers, guard)
+    return checkpoint(again, anchor, use_reentrant=False, context_fn=lambda: contexts)
 
 
 def _offloaded(staying: frozenset[int]) -> saved_tensors_hooks:
@@ -111,25 +110,6 @@ def _offloaded(staying: frozenset[int]) -> saved_tensors_hooks:
         return tensor.to(device, non_blocking=True)
 
     return saved_tensors_hooks(pack, unpack)
-
-
-def _contexts(buffers: Buffers) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), Replays(buffers)
-
-
-class Replays(AbstractContextManager[None]):
-    """`buffers.replayed()` as often as asked: a graph that is kept, or a derivative in a forward, recomputes again."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        self.buffers = buffers
-        self.open: list[AbstractContextManager[None]] = []
-
-    def __enter__(self) -> None:
-        self.open.append(self.buffers.replayed())
-        self.open[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.open.pop().__exit__(*error)
 
 
 def saved_bytes(forward: Forward, piece: Piece, constants: Iterable[Tensor]) -> int:
@@ -169,15 +149,6 @@ def moved(piece: Piece, device: torch.device | None) -> Piece:
     return piece if device is None else next(ahead([piece], device))
 
 
-def copied(piece: Piece) -> Piece:
-    """A micro-batch that a model may change in place and be run again all the same."""
-    return replace(piece, inputs=map_leaves(_copy, piece.inputs))
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) and not leaf.requires_grad else leaf
-
-
 def fresh(piece: Piece, here: Piece) -> Piece:
     """The piece with tensors of its own where it still shares them with the user's batch.
 
@@ -188,7 +159,7 @@ def fresh(piece: Piece, here: Piece) -> Piece:
         dense = isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
         return leaf.clone() if dense else leaf
 
-    return replace(piece, inputs=map_leaves(own, piece.inputs)) if piece.inputs is here.inputs else piece
+    return piece._replace(inputs=map_leaves(own, piece.inputs)) if piece.inputs is here.inputs else piece
 
 
 def refuse_tied_axes(
@@ -213,5 +184,5 @@ def refuse_tied_axes(
         other = splitter.pieces(pieces[0].inputs, None, size - 1)[0]
     else:
         other = Piece(2, join([piece.inputs for piece in pieces[:2]], [1, 1], "inputs"), None)
-    with torch.no_grad(), preserved_rng(), buffers.replayed():
+    with torch.no_grad(), preserved_rng(), preserved_host_numbers(), buffers.replayed():
         join([outputs, forward(fresh(moved(other, device), other))], [size, other.samples])

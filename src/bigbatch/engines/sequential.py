@@ -39,6 +39,7 @@ def run(
         parameters: watched over the first backward, in which nobody may step.
         scale: multiplies a weight by the loss scale of a GradScaler.
     """
+    constant = True
     losses: list[Tensor] = []
     used: list[Tensor] = []
     seeds: dict[Count, Tensor] = {}  # even pieces have at most two different weights
@@ -48,12 +49,16 @@ def run(
             seed = seeds.get(weight)
             if seed is None:
                 seed = seeds[weight] = weight_like(weight, loss)
-            before = versions(parameters) if not losses and len(weights) > 1 else None
-            loss.backward(gradient=scale(seed) if scale else seed)  # type: ignore[no-untyped-call]
-            if before is not None:
-                refuse_moved_parameters(parameters, before)
+            if loss.requires_grad:  # a micro-batch without a target may have a constant loss
+                before = versions(parameters) if constant and len(weights) > 1 else None
+                loss.backward(gradient=scale(seed) if scale else seed)  # type: ignore[no-untyped-call]
+                if before is not None:
+                    refuse_moved_parameters(parameters, before)
+                constant = False
         losses.append(loss.detach())
         used.append(seed)
+    if constant:
+        losses[-1].backward()  # type: ignore[no-untyped-call]  # PyTorch's own error says what is missing
     return weighed_sum(losses, used)
 
 
@@ -83,6 +88,8 @@ def scalar(loss: object) -> Tensor:
         raise LossError(asked, f"it returned a {type(loss).__name__}", "return a 0-d tensor")
     if loss.numel() != 1:
         raise LossError(
-            asked, f"it returned shape {tuple(loss.shape)}", "reduce it with .mean() or .sum() (reduction='none' does not)"
+            asked,
+            f"it returned shape {tuple(loss.shape)}",
+            "reduce it with .mean() or .sum() (reduction='none' does not)",
         )
     return loss if loss.dim() == 0 else loss.reshape(())

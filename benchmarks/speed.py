@@ -1,4 +1,4 @@
-"""`Accumulator` against the hand-written loop that it replaces, in time: a small network and one of 10 ms a micro-batch."""
+"""`Accumulator` against the hand-written loop in time: a small network, and one of 10 ms a micro-batch."""
 
 from __future__ import annotations
 

@@ -368,13 +368,47 @@ def test_grad_dtype() -> None:
 # --- Hooks, closures, shared parts
 
 
-def test_an_optimizer_that_steps_inside_backward_is_refused(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = model[0].bias.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with pytest.raises(ModelError, match="parameters changed during the backward"):
-        Accumulator(model, nn.CrossEntropyLoss(), micro_batch_size=4).backward(*batch)
+def test_an_optimizer_that_steps_inside_backward_steps_once(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Hooks that step and clear each gradient at once, and one that clips it first: both see the whole batch's."""
+
+    def trained(run: Any) -> list[Tensor]:
+        own = copy.deepcopy(model)
+        for parameter in own.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(parameter: nn.Parameter, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        run(own)
+        run(own)
+        assert all(parameter.grad is None for parameter in own.parameters())
+        return [parameter.detach() for parameter in own.parameters()]
+
+    loss_fn = nn.CrossEntropyLoss()
+    whole = trained(lambda own: loss_fn(own(batch[0]), batch[1]).backward())
+    ours = trained(lambda own: Accumulator(own, loss_fn, micro_batch_size=4).backward(*batch))
+    for one, other in zip(ours, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    pieces = list(zip(*(part.split(4) for part in batch), strict=True))
+    by_hand = trained(lambda own: [(loss_fn(own(x), y) / len(pieces)).backward() for x, y in pieces])
+    assert any((one - other).abs().max() > 1e-4 for one, other in zip(by_hand, whole, strict=True))
+
+
+def test_hooks_are_put_back_after_an_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    calls: list[Tensor] = []
+    handle = model[0].weight.register_hook(calls.append)
+    accumulator = Accumulator(model, nn.CrossEntropyLoss(), micro_batch_size=4)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.backward(*batch, on_outputs=lambda outputs, targets: 1 / 0)
+    assert calls == []
+    accumulator.backward(*batch)
+    assert len(calls) == 1
     handle.remove()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    accumulator.backward(*batch)
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), unknown])

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from bigbatch.core.gradients import Border, added_at_once, detached
 from bigbatch.core.join import join
 from bigbatch.core.move import ahead, to_device
 from bigbatch.core.own_loss import OwnLoss
-from bigbatch.core.rules import rule_for, weigh
+from bigbatch.core.rules import Rule, rule_for, weigh
 from bigbatch.core.split import Piece, Splitter, check_size
 from bigbatch.engines import recompute, sequential
 from bigbatch.errors import OptionError
@@ -31,6 +32,25 @@ UNKNOWN_LOSS = (
     "something else, pass reduction=count, a function count(inputs, targets) -> number of one micro-batch, and divide "
     "by the third argument: loss_fn(outputs, targets, count). Both save the second forward."
 )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch on its way through: as it was delivered, as it is cut, and what it runs on."""
+
+    items: Sequence[tuple[Any, Any]]
+    pieces: Sequence[Piece]
+    parameters: Sequence[nn.Parameter]
+    device: torch.device | None
+    buffers: Buffers
+    on_outputs: Callable[[Any, Any], object] | None
+
+    def there(self) -> Iterable[Piece]:
+        """The micro-batches on the model's device."""
+        device = self.device
+        if device is None or all(to_device(part, device) is part for item in self.items for part in item):
+            return self.pieces
+        return ahead(self.pieces, device)
 
 
 class Accumulator:
@@ -124,20 +144,14 @@ class Accumulator:
         parameters = models.parameters_of(inner)
         device = models.device_of(parameters)
         border = Border(items_of(inputs, targets, paired=self.loss_fn is not None))
-        items = border.items
-        pieces = in_a_row(piece for item in items for piece in self.splitter.pieces(*item, self.micro_batch_size))
-        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
-        buffers = Buffers(inner)
-        with buffers.put_back_on_error(), added_at_once(parameters, self.grad_dtype):
-            if not pieces:
-                loss, denominator = torch.zeros((), device=device), None
-            elif self.rule is None and self.own_loss is None:
-                loss, denominator = self._joint(pieces, items, device, buffers, parameters, on_outputs), None
-            else:
-                loss, denominator = self._sequential(pieces, items, device, buffers, parameters, on_outputs)
+        cut = (piece for item in border.items for piece in self.splitter.pieces(*item, self.micro_batch_size))
+        batch = Batch(border.items, in_a_row(cut), parameters, device, Buffers(inner), on_outputs)
+        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(batch.pieces), self.told)
+        with batch.buffers.put_back_on_error(), added_at_once(parameters, self.grad_dtype):
+            loss, denominator = self._run(batch)
             border.backward()
-        buffers.settle()
-        sizes = [piece.samples for piece in pieces]
+        batch.buffers.settle()
+        sizes = [piece.samples for piece in batch.pieces]
         self.report = StepReport(
             samples=sum(sizes),
             micro_batches=len(sizes),
@@ -148,21 +162,21 @@ class Accumulator:
         )
         return loss
 
-    def _sequential(
-        self,
-        pieces: Sequence[Piece],
-        items: Sequence[tuple[Any, Any]],
-        device: torch.device | None,
-        buffers: Buffers,
-        parameters: Sequence[nn.Parameter],
-        on_outputs: Callable[[Any, Any], object] | None,
-    ) -> tuple[Tensor, Any]:
-        rule = self.rule
-        if rule is None:
-            with self._autocast():
-                rule = cast(OwnLoss, self.own_loss).rule(pieces, device)
-        weights, totals, denominator = weigh(rule, pieces, items, device)
-        extra = rule.extra(totals)
+    def _run(self, batch: Batch) -> tuple[Tensor, Any]:
+        """The batch's loss, and its denominator where it has one that bigbatch knows."""
+        if not batch.pieces:
+            return torch.zeros((), device=batch.device), None
+        if self.rule is not None:
+            return self._sequential(batch, self.rule)
+        if self.own_loss is None:
+            return self._joint(batch), None
+        with self._autocast(batch.device):
+            rule = self.own_loss.rule(batch.pieces, batch.device)
+        return self._sequential(batch, rule)
+
+    def _sequential(self, batch: Batch, rule: Rule) -> tuple[Tensor, Any]:
+        weights, totals, denominator = weigh(rule, batch.pieces, batch.items, batch.device)
+        extra, on_outputs = rule.extra(totals), batch.on_outputs
 
         def loss_of(piece: Piece) -> Tensor:
             outputs = models.call(self.model, piece.inputs, extra)
@@ -170,59 +184,53 @@ class Accumulator:
                 on_outputs(detached(outputs), piece.targets)
             return rule.of(outputs, piece, totals)
 
-        whole = sum(piece.samples for piece in pieces)
-        shares = [piece.samples / whole for piece in pieces]
-        scale = self.scaler.scale if self.scaler is not None else None
-        stay = device is None or all(to_device(part, device) is part for item in items for part in item)
-        there: Iterable[Piece] = pieces if device is None or stay else ahead(pieces, device)
-        return sequential.run(there, weights, shares, self._inside(loss_of), buffers, parameters, scale), denominator
+        whole = sum(piece.samples for piece in batch.pieces)
+        shares = [piece.samples / whole for piece in batch.pieces]
+        run = self._inside(loss_of, batch.device)
+        return sequential.run(batch.there(), weights, shares, run, batch.buffers, self._scale()), denominator
 
-    def _joint(
-        self,
-        pieces: Sequence[Piece],
-        items: Sequence[tuple[Any, Any]],
-        device: torch.device | None,
-        buffers: Buffers,
-        parameters: Sequence[nn.Parameter],
-        on_outputs: Callable[[Any, Any], object] | None,
-    ) -> Tensor:
+    def _joint(self, batch: Batch) -> Tensor:
         """A loss that nobody can weigh is computed once, on the outputs of the whole batch."""
 
         def forward(piece: Piece) -> Any:
             return models.call(self.model, piece.inputs)
 
         loss_fn = cast(Callable[..., Tensor], self.loss_fn)
-        samples = [self.splitter.count(*item) for item in items]
-        targets = join([target for _, target in items], samples, "targets") if len(items) > 1 else items[0][1]
+        device, buffers = batch.device, batch.buffers
+        samples = [self.splitter.count(*item) for item in batch.items]
+        parts = [targets for _, targets in batch.items]
+        targets = join(parts, samples, "targets") if len(parts) > 1 else parts[0]
         targets = targets if device is None else to_device(targets, device)
-        kept = 1 if len(pieces) == 1 else 0
-        inside = self._inside(forward)
-        check = functools.partial(recompute.refuse_tied_axes, pieces, inside, self.splitter, buffers, device)
-        outputs = recompute.run(pieces, inside, buffers, device, kept=kept, weights=parameters, check=check)
-        if on_outputs is not None:
-            on_outputs(detached(outputs), targets)
+        kept = 1 if len(batch.pieces) == 1 else 0
+        inside = self._inside(forward, device)
+        check = functools.partial(recompute.refuse_tied_axes, batch.pieces, inside, self.splitter, buffers, device)
+        outputs = recompute.run(batch.pieces, inside, buffers, device, kept=kept, weights=batch.parameters, check=check)
+        if batch.on_outputs is not None:
+            batch.on_outputs(detached(outputs), targets)
         with buffers.lent(1.0):
-            with self._autocast():
+            with self._autocast(device):
                 loss = sequential.scalar(loss_fn(outputs, targets))
-            seed = sequential.weight_like(1.0, loss)
-            torch.autograd.backward(loss, self.scaler.scale(seed) if self.scaler is not None else seed)
+            seed, scale = sequential.weight_like(1.0, loss), self._scale()
+            torch.autograd.backward(loss, scale(seed) if scale is not None else seed)
         return loss.detach()
 
-    def _inside(self, function: Callable[[Piece], Any]) -> Callable[[Piece], Any]:
+    def _scale(self) -> Callable[[Tensor], Tensor] | None:
+        return self.scaler.scale if self.scaler is not None else None
+
+    def _inside(self, function: Callable[[Piece], Any], device: torch.device | None) -> Callable[[Piece], Any]:
         """The function, run under autocast and under whatever a proof puts around a micro-batch."""
         if self.autocast is None and self.around is None:
             return function
 
         def run(piece: Piece) -> Any:
-            with self._autocast(), self.around(piece) if self.around is not None else nullcontext():
+            with self._autocast(device), self.around(piece) if self.around is not None else nullcontext():
                 return function(piece)
 
         return run
 
-    def _autocast(self) -> AbstractContextManager[object]:
+    def _autocast(self, device: torch.device | None) -> AbstractContextManager[object]:
         if self.autocast is None:
             return nullcontext()
-        device = models.device_of(models.parameters_of(models.inner_modules(self.modules)))
         return torch.autocast(device.type if device is not None else "cpu", dtype=self.autocast)
 
     def _refuse_plain_function(self, reduction: Any) -> None:

@@ -16,7 +16,6 @@ from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter, check_size
 from bigbatch.core.units import parse_bytes
 from bigbatch.engines import recompute
-from bigbatch.engines.replay import preserved_host_numbers
 
 OWN = frozenset({"_wrapped", "_door", "forward"})
 
@@ -97,7 +96,7 @@ class Door:
             return 0
         if self.sample_bytes is None:
             first = recompute.fresh(recompute.moved(pieces[0], device), pieces[0])
-            with preserved_rng(), preserved_host_numbers(), buffers.replayed():
+            with preserved_rng(), buffers.replayed():
                 self.sample_bytes = recompute.saved_bytes(forward, first, constants) / first.samples
         return affordable([piece.samples for piece in pieces], self.sample_bytes, self.keep_bytes)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,25 +11,31 @@ import torch
 from torch import Tensor
 
 from bigbatch.core.tree import leaves, map_leaves
-from bigbatch.errors import ModelError
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+Hooks = Mapping[int, Callable[[Any], Any]]
 
 
 @contextmanager
 def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None = None) -> Iterator[None]:
     """What `.grad` holds is set aside while micro-batches fill it, and added at the end.
 
-    An error inside leaves every `.grad` as it was: the same tensors with the same values. With `grad_dtype`, gradients
-    of low-precision parameters are kept and added up in that dtype (`Tensor.grad_dtype` of PyTorch).
+    Hooks of the parameters see the batch's gradient once, as they do when the whole batch runs backward: one that
+    clips, or steps an optimizer, does what it was written for. An error inside leaves every `.grad` as it was: the
+    same tensors with the same values. With `grad_dtype`, gradients of low-precision parameters are kept and added up
+    in that dtype (`Tensor.grad_dtype` of PyTorch).
     """
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
+    hooked = [(parameter, *hooks_of(parameter)) for parameter, _ in held if any(hooks_of(parameter))]
     for parameter, _ in held:
         parameter.grad = None
         if grad_dtype is not None and parameter.dtype in LOW_PRECISION:
             parameter.grad_dtype = grad_dtype
     try:
-        yield
+        with _set_aside(hooked):
+            yield
+        for parameter, before, _ in hooked:
+            _changed_by(before, parameter)
     except BaseException:
         for parameter, gradient in held:
             parameter.grad = None
@@ -36,9 +43,41 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
                 parameter.grad_dtype = gradient.dtype
             parameter.grad = gradient
         raise
+    arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None}
     for parameter, gradient in held:
         if gradient is not None:
             parameter.grad = _sum(gradient, parameter.grad)
+    for parameter, _, after in hooked:
+        for hook in list(after.values()) if parameter in arrived else ():
+            hook(parameter)
+
+
+def hooks_of(parameter: Tensor) -> tuple[Hooks, Hooks]:
+    """The hooks that may change a parameter's gradient, and those that run once it has been added to `.grad`."""
+    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
+
+
+@contextmanager
+def _set_aside(hooked: Sequence[tuple[Tensor, Hooks, Hooks]]) -> Iterator[None]:
+    """Takes the hooks off and puts the same dicts back, so that the handles that remove them go on working."""
+
+    def place(parameter: Any, before: Hooks, after: Hooks) -> None:
+        parameter._backward_hooks, parameter._post_accumulate_grad_hooks = before, after
+
+    for parameter, _, _ in hooked:
+        place(parameter, OrderedDict(), OrderedDict())
+    try:
+        yield
+    finally:
+        for parameter, before, after in hooked:
+            place(parameter, before, after)
+
+
+@torch.no_grad()
+def _changed_by(hooks: Hooks, parameter: Tensor) -> None:
+    for hook in list(hooks.values()) if parameter.grad is not None else ():
+        changed = hook(parameter.grad)
+        parameter.grad = parameter.grad if changed is None else changed
 
 
 @torch.no_grad()
@@ -82,20 +121,6 @@ def carries_a_graph(tree: Any) -> bool:
     if isinstance(tree, Tensor):
         return tree.requires_grad
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(tree))
-
-
-def versions(parameters: Iterable[Tensor]) -> list[int]:
-    return [parameter._version for parameter in parameters]
-
-
-def refuse_moved_parameters(parameters: Iterable[Tensor], before: list[int]) -> None:
-    """An optimizer that steps inside backward would step once a micro-batch."""
-    if versions(parameters) != before:
-        raise ModelError(
-            "one update for the whole batch was asked for",
-            "parameters changed during the backward of its first micro-batch (an optimizer step in a gradient hook?)",
-            "step the optimizer after accumulator.backward(...), not in a hook",
-        )
 
 
 def detached(tree: Any) -> Any:

@@ -23,7 +23,7 @@ from bigbatch.core.move import ahead
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.tree import map_leaves
-from bigbatch.engines.replay import Guard, Replays, preserved_host_numbers
+from bigbatch.engines.replay import Guard, Replays
 
 ACTIVATIONS = ("recompute", "offload", "keep")
 
@@ -184,5 +184,5 @@ def refuse_tied_axes(
         other = splitter.pieces(pieces[0].inputs, None, size - 1)[0]
     else:
         other = Piece(2, join([piece.inputs for piece in pieces[:2]], [1, 1], "inputs"), None)
-    with torch.no_grad(), preserved_rng(), preserved_host_numbers(), buffers.replayed():
+    with torch.no_grad(), preserved_rng(), buffers.replayed():
         join([outputs, forward(fresh(moved(other, device), other))], [size, other.samples])

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor
 
 from bigbatch.core.buffers import Buffers, version_of
+from bigbatch.core.rng import host_numbers
 from bigbatch.errors import ModelError
 
 
@@ -52,32 +51,10 @@ class Replays(AbstractContextManager[None]):
         self.guard.refuse_new_weights()
         stack = ExitStack()
         stack.enter_context(self.buffers.replayed())
-        stack.enter_context(preserved_host_numbers())
+        stack.callback(host_numbers())
         self.numbers()
         self.open.append(stack)
 
     def __exit__(self, *error: Any) -> None:
         self.open.pop().__exit__(*error)
         self.guard.note()
-
-
-def host_numbers() -> Callable[[], None]:
-    """Reads the global generators of Python and, where it is in use, NumPy; the result puts them back."""
-    numpy = sys.modules.get("numpy")
-    python, other = random.getstate(), numpy.random.get_state() if numpy is not None else None
-
-    def put_back() -> None:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(other)
-
-    return put_back
-
-
-@contextmanager
-def preserved_host_numbers() -> Iterator[None]:
-    put_back = host_numbers()
-    try:
-        yield
-    finally:
-        put_back()

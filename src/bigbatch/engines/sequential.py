@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bigbatch.core.buffers import Buffers
-from bigbatch.core.gradients import refuse_moved_parameters, versions
 from bigbatch.core.split import Piece
 from bigbatch.core.weigh import Count
 from bigbatch.errors import LossError
@@ -23,7 +22,6 @@ def run(
     shares: Sequence[float],
     loss_of: Callable[[Piece], Tensor],
     buffers: Buffers,
-    parameters: Sequence[nn.Parameter],
     scale: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Runs every micro-batch and adds its weighed gradient to `.grad`; returns the batch's loss, detached, 0-d.
@@ -36,7 +34,6 @@ def run(
         shares: each one's share of the batch's samples, by which buffers move.
         loss_of: forward and loss of one micro-batch, a scalar.
         buffers: the buffers of the modules at hand.
-        parameters: watched over the first backward, in which nobody may step.
         scale: multiplies a weight by the loss scale of a GradScaler.
     """
     constant = True
@@ -50,10 +47,7 @@ def run(
             if seed is None:
                 seed = seeds[weight] = weight_like(weight, loss)
             if loss.requires_grad:  # a micro-batch without a target may have a constant loss
-                before = versions(parameters) if constant and len(weights) > 1 else None
                 loss.backward(gradient=scale(seed) if scale else seed)  # type: ignore[no-untyped-call]
-                if before is not None:
-                    refuse_moved_parameters(parameters, before)
                 constant = False
         losses.append(loss.detach())
         used.append(seed)

@@ -144,8 +144,8 @@ class Accumulator:
         parameters = models.parameters_of(inner)
         device = models.device_of(parameters)
         border = Border(items_of(inputs, targets, paired=self.loss_fn is not None))
-        cut = (piece for item in border.items for piece in self.splitter.pieces(*item, self.micro_batch_size))
-        batch = Batch(border.items, in_a_row(cut), parameters, device, Buffers(inner), on_outputs)
+        pieces = in_a_row([self.splitter.pieces(*item, self.micro_batch_size) for item in border.items])
+        batch = Batch(border.items, pieces, parameters, device, Buffers(inner), on_outputs)
         models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(batch.pieces), self.told)
         with batch.buffers.put_back_on_error(), added_at_once(parameters, self.grad_dtype):
             loss, denominator = self._run(batch)

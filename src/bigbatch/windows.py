@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +75,19 @@ def windows(loader: Iterable[Any], accum_steps: int) -> Windows:
     return Windows(loader, accum_steps)
 
 
-def in_a_row(pieces: Iterable[Piece]) -> list[Piece]:
-    """The pieces of a window, their samples numbered through the whole batch.
+def in_a_row(items: Sequence[list[Piece]]) -> list[Piece]:
+    """The pieces of all items of a window, their samples numbered through the whole batch.
 
-    >>> [piece.first for piece in in_a_row([Piece(2, None, None, 0), Piece(2, None, None, 2), Piece(1, None, None, 0)])]
+    >>> one, two = [Piece(2, None, None, 0), Piece(2, None, None, 2)], [Piece(1, None, None, 0)]
+    >>> [piece.first for piece in in_a_row([one, two])]
     [0, 2, 4]
     """
+    if len(items) == 1:
+        return items[0]
     numbered: list[Piece] = []
-    for piece in pieces:
+    for piece in (piece for item in items for piece in item):
         first = numbered[-1].first + numbered[-1].samples if numbered else 0
-        numbered.append(piece if piece.first == first else piece._replace(first=first))
+        numbered.append(piece._replace(first=first))
     return numbered
 
 

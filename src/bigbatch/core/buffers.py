@@ -70,9 +70,13 @@ class Buffers:
         finally:
             self._place(current.items())
 
-    @torch.no_grad()
     def settle(self) -> None:
         """The window is over: each buffer makes its one move."""
+        if self.originals:
+            self._settle()
+
+    @torch.no_grad()
+    def _settle(self) -> None:
         for i, buffer in self.resting.items():
             self.originals[i].copy_(buffer)  # the same values, unless a forward wrote behind autograd's back
         for i, move in self.moved.items():

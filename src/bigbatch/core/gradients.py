@@ -26,7 +26,7 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
     in that dtype (`Tensor.grad_dtype` of PyTorch).
     """
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
-    hooked = [(parameter, *hooks_of(parameter)) for parameter, _ in held if any(hooks_of(parameter))]
+    hooked = [(p, *hooks_of(p)) for p, _ in held if p._backward_hooks or p._post_accumulate_grad_hooks]
     for parameter, _ in held:
         parameter.grad = None
         if grad_dtype is not None and parameter.dtype in LOW_PRECISION:

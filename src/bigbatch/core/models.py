@@ -87,20 +87,19 @@ def _held_by(source: Any) -> Iterable[Any]:
 
 def inner_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """The modules and all that they hold, each once; without the names that `modules()` makes, for every batch asks."""
-    found: dict[nn.Module, None] = {}
-    waiting = list(modules)[::-1]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            waiting.extend(child for child in reversed(module._modules.values()) if child is not None)
-    return list(found)
+    inner = list(dict.fromkeys(modules))
+    seen = set(inner)
+    for module in inner:  # the list grows while it is read
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                inner.append(child)
+    return inner
 
 
 def parameters_of(inner: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters that the modules hold themselves, each once."""
-    found = (parameter for module in inner for parameter in module._parameters.values() if parameter is not None)
-    return list(dict.fromkeys(found))
+    return list({id(p): p for module in inner for p in module._parameters.values() if p is not None}.values())
 
 
 def device_of(parameters: Iterable[Tensor]) -> torch.device | None:

@@ -7,6 +7,8 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -561,3 +563,125 @@ def test_a_dropped_weight_is_caught(monkeypatch: pytest.MonkeyPatch, model: nn.M
     loss = accumulator.Accumulator(model, nn.CrossEntropyLoss(), micro_batch_size=4).backward(*batch)
     with pytest.raises(AssertionError):
         close((loss, grads(model)), expected)
+
+
+# --- Losses that change, and denominators that cannot be
+
+
+def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.square()
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "label_smoothing": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "label_smoothing", 0.3)),
+    "ignore_index": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "ignore_index", 2)),
+    "reduction": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "reduction", "sum")),
+    "weight": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "weight", torch.tensor([1.0, 5.0, 2.0]).double())),
+    "forward hook": (nn.CrossEntropyLoss, lambda loss: loss.register_forward_hook(hook)),
+    "forward": (nn.CrossEntropyLoss, lambda loss: setattr(loss, "forward", unknown)),
+    "keyword": (
+        lambda: functools.partial(F.cross_entropy, ignore_index=-100),
+        lambda loss: loss.keywords.update(ignore_index=2),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:bigbatch does not know")
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_changed_on_the_loss_holds_from_the_next_batch_on(name: str, model: nn.Module) -> None:
+    """Once before the first batch, once between two; and what holds is not what held."""
+    build, change = CHANGES[name]
+    batch = torch.randn(N, D, dtype=torch.float64), torch.tensor([0, 1, 2, 2, 1, 0, 2, 1, 1, 2])
+    for before_the_first in (True, False):
+        loss_fn = build()
+        accumulator = Accumulator(model, loss_fn, micro_batch_size=4)
+        stale = right(model, batch, loss_fn)
+        if not before_the_first:
+            close(accumulator.backward(*batch), stale[0])
+        change(loss_fn)
+        model.zero_grad()
+        found = accumulator.backward(*batch)
+        expected_loss = loss_fn(model(batch[0]), batch[1])
+        expected = torch.autograd.grad(expected_loss, list(model.parameters()))
+        close((found, grads(model)), (expected_loss.detach(), list(expected)))
+        with pytest.raises(AssertionError):
+            close(found, stale[0])
+        model.zero_grad()
+
+
+def test_a_loss_that_becomes_unknown_is_told_of_once(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    loss_fn = nn.CrossEntropyLoss()
+    accumulator = Accumulator(model, loss_fn, micro_batch_size=4)
+    loss_fn.register_forward_hook(hook)
+    with pytest.warns(UserWarning, match="does not know this loss") as caught:
+        accumulator.backward(*batch)
+        accumulator.backward(*batch)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    loss_fn.reduction = "none"
+    with pytest.raises(LossError, match="reduction='none'"):
+        accumulator.backward(*batch)
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_elements_that_broadcasting_makes_are_the_same_in_all_micro_batches_or_refused() -> None:
+    layer = nn.Linear(D, 1).double()
+    goals = torch.randn(4, 1, dtype=torch.float64)
+    rows = [torch.randn(4, steps, D, dtype=torch.float64) for steps in (3, 3, 9)]
+    accumulator = Accumulator(lambda rows: layer(rows)[..., 0], nn.MSELoss())
+
+    def window(items: list[Tensor], expand: bool = False) -> Any:
+        pairs = [(item, goals.expand(4, item.shape[1]) if expand else goals) for item in items]
+        return next(iter(windows(pairs, accum_steps=9)))
+
+    def whole(items: list[Tensor]) -> Tensor:
+        parts = [F.mse_loss(layer(item)[..., 0], goals.expand(4, item.shape[1]), reduction="none") for item in items]
+        return torch.cat([part.flatten() for part in parts]).mean().detach()
+
+    close(accumulator.backward(window(rows[:2])), whole(rows[:2]))
+    close(accumulator.backward(window(rows[2:])), whole(rows[2:]))  # each batch by itself
+    held = grads(layer)
+    with pytest.raises(LossError, match="makes 3 elements of the loss .* and 9 in another.*expand the targets"):
+        accumulator.backward(window(rows))
+    close(grads(layer), held)
+    close(accumulator.backward(window(rows, expand=True)), whole(rows))
+
+
+@pytest.mark.parametrize("total", [math.nan, math.inf, -4.0, -3])
+def test_a_denominator_that_divides_nothing_is_refused(model: nn.Module, batch: Any, total: float) -> None:
+    def loss_fn(outputs: Tensor, targets: Tensor, count: Any) -> Tensor:
+        return F.cross_entropy(outputs, targets, reduction="sum") / (count["n"] if isinstance(count, dict) else count)
+
+    for count in (lambda _, targets: total, lambda _, targets: torch.tensor(total), lambda _, targets: {"n": total}):
+        with pytest.raises(LossError, match="a denominator was asked for.*add up to"):
+            Accumulator(model, loss_fn, micro_batch_size=4, reduction=count).backward(*batch)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(reduction="sum"), F.cross_entropy, nn.MSELoss()])
+def test_a_loss_of_torch_beside_a_count_is_refused(model: nn.Module, batch: Any, loss_fn: Any) -> None:
+    with pytest.raises(LossError, match=r"beside a count function.*lambda outputs, targets, count"):
+        Accumulator(model, loss_fn, micro_batch_size=4, reduction=lambda _, targets: len(targets))
+    loss, summed = nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")
+    wrapped = Accumulator(
+        model,
+        lambda outputs, targets, count: summed(outputs, targets) / count,
+        micro_batch_size=4,
+        reduction=lambda _, targets: len(targets),
+    )
+    close((wrapped.backward(*batch), grads(model)), right(model, batch, loss))
+
+
+@pytest.mark.parametrize("kind", [Fraction, Decimal, float, torch.tensor])
+def test_a_count_may_be_any_real_number(model: nn.Module, batch: Any, kind: Any) -> None:
+    def build(kind: Any) -> Accumulator:
+        return Accumulator(
+            model,
+            lambda outputs, targets, count: F.cross_entropy(outputs, targets, reduction="sum") / count,
+            micro_batch_size=4,
+            reduction=lambda _, targets: kind(len(targets)),
+        )
+
+    close((build(kind).backward(*batch), grads(model)), right(model, batch))
+    for other in (bool, complex, str):
+        with pytest.raises(LossError, match=f"it returned a {other.__name__}"):
+            build(other).backward(*batch)

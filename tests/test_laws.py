@@ -144,7 +144,7 @@ def test_buffers_move_once(name: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", DOOR_1 + DOOR_2)
 def test_a_buffer_that_moves_with_every_micro_batch_is_caught(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Buffers, "lent", lambda self, share: nullcontext())
+    monkeypatch.setattr(Buffers, "lent", lambda self, *_: nullcontext())
     broken(laws.buffers_move_once, BY_NAME["counter and moving average"], way)
 
 
@@ -282,7 +282,7 @@ def test_half_a_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_buffer_that_has_moved_before_the_error_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Buffers, "lent", lambda self, share: nullcontext())
+    monkeypatch.setattr(Buffers, "lent", lambda self, *_: nullcontext())
     case = BY_NAME["counter and moving average"]
     broken(laws.an_error_leaves_everything_as_it_was, case, "recompute", "forward", 3, False)
 

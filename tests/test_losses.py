@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable
@@ -200,3 +201,31 @@ def test_call_loss_leaves_unknown_callables_alone() -> None:
     assert call_loss(lambda outputs, targets: (outputs, targets), (1, 2), None) == ((1, 2), None)
     custom = nn.TripletMarginWithDistanceLoss(distance_function=lambda x, y: (x - y).abs().sum(1))
     assert call_loss(custom, [real(3, 2) for _ in range(3)], None).dim() == 0
+
+
+def without_reduction(loss_fn: Any) -> Any:
+    if not isinstance(loss_fn, nn.Module):
+        return partial(loss_fn, reduction="none")
+    loss_fn = copy.copy(loss_fn)
+    loss_fn.reduction = "none"
+    return loss_fn
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_copies_are_the_terms_of_the_mean_for_one_that_is_counted(case: Case) -> None:
+    """Checked against the number of terms that the loss itself has without a reduction."""
+    for loss_fn in built(case, "mean"):
+        known = recognise(loss_fn)
+        if known is None or known.copies is None:
+            continue
+        outputs, targets = case.make()
+        terms = case.call(without_reduction(loss_fn), outputs, targets)
+        assert known.copies(outputs, targets) * int(known.count(targets, SAMPLES)) == terms.numel()
+
+
+def test_copies_of_nothing() -> None:
+    known = recognise(nn.MSELoss())
+    assert known is not None and known.copies is not None
+    assert known.copies(real(0, 3), real(0, 3)) == known.copies(real(2, 0), real(2, 1)) == 0
+    assert known.copies(real(2, 3), real(2, 3)) == known.copies(real(2, 1), real(2, 3)) == 1
+    assert known.copies(real(2, 3), real(2, 1)) == 3

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
 import own_losses
 from architectures import MOE, TEXT, VISION, batch_for, causal, distance, gradients, texts, whole_batch
 from bigbatch import Accumulator, windows
-from bigbatch.core.own_loss import OwnLoss
+from bigbatch.core import own_loss
+from bigbatch.core.own_loss import OwnLoss, copied
 from bigbatch.core.split import Splitter
 from bigbatch.errors import LossError
 from own_losses import (
@@ -232,3 +234,30 @@ def test_low_precision_does_not_hide_a_load_balance_term(dtype: torch.dtype) -> 
     model = causal("Mixtral", **MOE, output_router_logits=True, router_aux_loss_coef=1e-5)().to(dtype)
     with pytest.raises(LossError, match="a part of it is not divided"):
         Accumulator(model, None, micro_batch_size=3).backward(texts())
+
+
+def test_copies_of_inputs_of_any_kind() -> None:
+    packed = pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    leaf = torch.zeros(2, requires_grad=True)
+    twin = copied({"packed": packed, "leaf": leaf, "text": "a"})
+    twin["packed"].data.add_(1)
+    assert not packed.data.any() and twin["text"] == "a" and twin["leaf"].is_leaf and twin["leaf"].requires_grad
+    assert torch.equal(twin["packed"].batch_sizes, packed.batch_sizes)
+    twice = copied([leaf, leaf])
+    assert twice[0] is twice[1] is not leaf
+
+
+def test_a_question_on_the_batch_itself_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class InPlace(Plain):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            return super().forward(input_ids.add_(1).remainder_(V), labels)
+
+    def moved() -> bool:
+        model, inputs = InPlace(), batch([8, 2, 5, 3, 3])
+        kept = inputs["input_ids"].clone()
+        OwnLoss(model, [model], Splitter()).rule(Splitter().pieces(inputs, None, 2), None)
+        return not torch.equal(inputs["input_ids"], kept)
+
+    assert not moved()
+    monkeypatch.setattr(own_loss, "copied", lambda tree: tree)
+    assert moved()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import random
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bigbatch.engines import sequential
+from bigbatch.accumulator import Accumulator
+from bigbatch.engines import replay
 from bigbatch.errors import BigBatchError, ModelError, OptionError
 from bigbatch.micro_batched import MicroBatched
 from bigbatch.verifier import Verdict, verify
@@ -402,6 +404,201 @@ def test_a_batch_without_targets_or_too_small_to_split() -> None:
     assert verdict.equal and "nothing was split" in verdict.notes[0]
 
 
+# ---- tensors and state beside parameters and buffers
+
+
+def with_temperature(temperature: Any) -> Any:
+    return lambda outputs, targets: contrastive(outputs * temperature.exp() + outputs.detach().roll(1, 0), targets)
+
+
+scale_of_this_file = torch.tensor(0.5, requires_grad=True)
+
+
+def by_global(outputs: Tensor, targets: Tensor) -> Tensor:
+    return contrastive(outputs * scale_of_this_file + outputs.detach().roll(1, 0), targets)
+
+
+class Loose(nn.Module):
+    """Keeps a tensor that is no parameter, and hides a layer in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(6, 8), torch.ones(8, requires_grad=True)
+        self.hidden = [nn.Linear(8, 3)]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.hidden[0](self.layer(rows) * self.factor)
+
+
+def replay_of(loss_fn: Any, times: float = 1.0) -> Any:
+    """The full loss once for every micro-batch (GradCache without a cache): what the loss holds gets it twice."""
+
+    def run(model: Any, inputs: Tensor, targets: Tensor) -> None:
+        with torch.no_grad():
+            features = list(model(inputs).split(5))
+        for k, rows in enumerate(inputs.split(5)):
+            loss_fn(torch.cat([*features[:k], model(rows), *features[k + 1 :]]), targets).backward()
+
+    def right(model: Any, inputs: Tensor, targets: Tensor) -> None:
+        loss_fn(torch.cat([model(rows) for rows in inputs.split(5)]), targets).backward()
+
+    return run if times == 2.0 else right
+
+
+def test_a_loose_temperature_is_copied_and_judged() -> None:
+    temperature = torch.tensor(0.5, requires_grad=True)
+    temperature.grad = torch.tensor(7.0)
+    held = temperature.grad
+    for loss_fn, name in ((with_temperature(temperature), "temperature"), (by_global, "scale_of_this_file")):
+        twice = verify(mlp(), loss_fn, *classes(), run=replay_of(loss_fn, times=2.0))
+        assert names(twice) == ["wrong scale"] and f"{name} has 2 times" in twice.causes[0].found, str(twice)
+        assert verify(mlp(), loss_fn, *classes(), run=replay_of(loss_fn)).equal
+        for verdict in (verify(MicroBatched(mlp(), 4), loss_fn, *classes()), verify(mlp(), loss_fn, *classes())):
+            assert verdict.equal and verdict.dtype == torch.float64, str(verdict)
+    assert temperature.grad is held and held == 7.0 and scale_of_this_file.grad is None
+    assert temperature.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["partial", "default", "list", "dict"])
+def test_a_loose_temperature_is_found_wherever_it_is_kept(kind: str) -> None:
+    temperature = torch.tensor(0.5, requires_grad=True)
+    kept = {"list": [temperature], "dict": {"rate": (temperature,)}}.get(kind)
+
+    def scaled(outputs: Tensor, targets: Tensor, rate: Tensor = temperature) -> Tensor:
+        rate = rate if kept is None else kept[0] if isinstance(kept, list) else kept["rate"][0]
+        return F.cross_entropy(outputs * rate, targets)
+
+    loss_fn = functools.partial(scaled, rate=temperature) if kind == "partial" else scaled
+
+    def run(model: Any, inputs: Tensor, targets: Tensor) -> None:
+        loss_fn(model(inputs), targets).backward()
+        temperature.grad = None
+
+    lost = verify(mlp(), loss_fn, *classes(), run=run)
+    assert names(lost) == ["missing gradient"], str(lost)
+    assert verify(mlp(), loss_fn, *classes()).equal and temperature.grad is None
+
+
+def test_a_loose_tensor_that_no_copy_reaches_is_guarded() -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.rate = torch.tensor(0.5, requires_grad=True)
+
+    kept = Kept()
+    with pytest.raises(ModelError, match="rate"):
+        verify(mlp(), lambda outputs, targets: F.cross_entropy(outputs * kept.rate, targets), *classes())
+    assert kept.rate.grad is None
+    rate = torch.tensor(0.5, requires_grad=True)
+    power = rate.exp()  # a graph of the user's own, in front of the proof
+    with pytest.raises(ModelError, match="power"):
+        verify(mlp(), lambda outputs, targets: F.cross_entropy(outputs * power, targets), *classes())
+    assert rate.grad is None
+
+
+def test_loose_tensors_and_layers_hidden_in_a_module() -> None:
+    model, batch = Loose(), classes()
+    for forgotten, name in ((lambda m: m.factor, "factor"), (lambda m: m.hidden[0].weight, "hidden[0].weight")):
+
+        def run(model: Any, inputs: Tensor, targets: Tensor, forgotten: Any = forgotten) -> None:
+            F.cross_entropy(model(inputs), targets).backward()
+            forgotten(model).grad = None
+
+        verdict = verify(model, F.cross_entropy, *batch, run=run)
+        assert names(verdict) == ["missing gradient"] and name in verdict.causes[0].found, str(verdict)
+    for verdict in (verify(model, F.cross_entropy, *batch), verify(MicroBatched(model, 4), F.cross_entropy, *batch)):
+        assert verdict.equal and verdict.dtype == torch.float64, str(verdict)
+    assert model.factor.grad is None and model.hidden[0].weight.grad is None
+
+
+def test_two_modules_of_one_class_are_both_compared() -> None:
+    left, right, third = (nn.Linear(6, 3) for _ in range(3))
+
+    def step(rows: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(left(rows) + right(rows) + third(rows), labels)
+
+    def run(step: Any, inputs: Any, _: Any) -> None:
+        step(*inputs).backward()
+        right.weight.grad = None
+
+    verdict = verify(step, None, classes(), run=run, reduction="mean")
+    assert names(verdict) == ["missing gradient"] and "right.weight" in verdict.causes[0].found, str(verdict)
+
+
+def test_a_returned_loss_that_is_not_the_batchs_is_noted() -> None:
+    right = loop(F.cross_entropy)
+    batch = classes()
+
+    def run(model: Any, inputs: Tensor, targets: Tensor) -> float:
+        return 4 * right(model, inputs, targets)
+
+    verdict = verify(mlp(), F.cross_entropy, *batch, run=run)
+    assert verdict.equal and any("the loop returned" in note for note in verdict.notes), str(verdict)
+    assert not verify(mlp(), F.cross_entropy, *batch, run=right).notes
+
+
+class Noisy(nn.Module):
+    """Multiplies by noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * torch.rand(rows.shape, generator=self.generator, dtype=rows.dtype)
+
+
+def test_a_second_forward_that_draws_other_numbers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = mlp(Noisy()), classes()
+    state = model[2].generator.get_state()
+    for activations in ("recompute", "keep"):
+        verdict = verify(MicroBatched(model, 4, activations=activations), F.cross_entropy, *batch)
+        assert verdict.equal, str(verdict)
+    assert verify(model, contrastive, *batch).equal and verify(model, F.cross_entropy, *batch).equal
+    assert torch.equal(model[2].generator.get_state(), state)
+    own = verify(model, F.cross_entropy, *batch, run=loop(F.cross_entropy))
+    assert own.equal and "shared numbers" in own.notes[-1], str(own)
+    monkeypatch.setattr(replay, "generators_of", lambda inner: [])
+    assert not verify(MicroBatched(model, 4), F.cross_entropy, *batch).equal
+
+
+class PlainAverage(nn.Module):
+    """Keeps a moving average, and a cache of its last mean, as plain attributes."""
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.momentum, self.average = momentum, torch.ones(8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.average = self.momentum * self.average + (1 - self.momentum) * rows.detach().mean(0)
+        return rows
+
+
+def test_plain_attributes_that_are_handed_on_are_compared() -> None:
+    right, batch = loop(F.cross_entropy), classes()
+    verdict = verify(mlp(PlainAverage(0.9)), F.cross_entropy, *batch, run=right)
+    assert names(verdict) == ["buffers"] and "2.average (a plain attribute)" in verdict.causes[0].found, str(verdict)
+    assert verify(mlp(PlainAverage(0.9)), F.cross_entropy, *batch, run=loop(F.cross_entropy, (10,))).equal
+    assert verify(mlp(PlainAverage(0.0)), F.cross_entropy, *batch, run=right).equal  # made anew by every forward
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    with pytest.raises(ModelError, match="nothing that requires a gradient, with gradients on"):
+        verify(mlp().requires_grad_(False), F.cross_entropy, *classes())
+    with torch.no_grad(), pytest.raises(ModelError, match="switched off"):
+        verify(mlp(), F.cross_entropy, *classes())
+    partly = mlp()
+    partly[0].requires_grad_(False)
+    assert verify(partly, F.cross_entropy, *classes()).equal
+
+
+@pytest.mark.parametrize("samples", [10, 9])
+def test_a_mean_that_is_taken_for_a_sum_has_the_wrong_scale(samples: int) -> None:
+    batch = classes(samples)
+    verdict = verify(mlp(), F.cross_entropy, *batch, reduction="sum")
+    assert names(verdict) == ["wrong scale"], str(verdict)
+    assert verify(mlp(), F.cross_entropy, *batch, reduction="mean").equal
+
+
 # ---- the bound
 
 
@@ -429,14 +626,14 @@ def test_the_bound_is_wide_enough(start: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_bound_is_narrow_enough(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = sequential.run
+    backward = Accumulator.backward
 
-    def sabotaged(*args: Any, **kwargs: Any) -> Tensor:
-        loss = run(*args, **kwargs)
-        args[5][-1].grad *= 1 + 1e-6
+    def sabotaged(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        loss = backward(self, *args, **kwargs)
+        list(self.model.parameters())[-1].grad *= 1 + 1e-6
         return loss
 
-    monkeypatch.setattr(sequential, "run", sabotaged)
+    monkeypatch.setattr(Accumulator, "backward", sabotaged)
     model, loss_fn, inputs, targets = random_case(seed)
     verdict = verify(model, loss_fn, inputs, targets)
     name = [name for name, _ in model.named_parameters()][-1]
@@ -504,10 +701,12 @@ def test_functions_are_run_on_copies() -> None:
 
 def test_a_model_reached_past_the_copies_is_refused() -> None:
     model, loss_fn = mlp(), nn.CrossEntropyLoss()
-    hidden = {"model": model}
+
+    class Home:
+        hidden = model
 
     def run(_: Any, inputs: Tensor, targets: Tensor) -> None:
-        loss_fn(hidden["model"].float()(inputs.float()), targets).backward()
+        loss_fn(Home.hidden.float()(inputs.float()), targets).backward()
 
     with pytest.raises(ModelError, match="parameters of the model itself"):
         verify(model, loss_fn, *classes(), run=run)

@@ -141,3 +141,60 @@ def test_a_window_may_be_cut_further() -> None:
     for found, expected in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-15)
     assert (accumulator.report.samples, accumulator.report.micro_batches) == (14, 8)
+
+
+def refilled(memory: str, items: int = 5) -> Iterator[Tensor]:
+    """One buffer, filled again for every item in one of several ways."""
+    buffer = torch.zeros(2)
+    for i in range(items):
+        if memory == "torch":
+            yield buffer.fill_(i)
+        elif memory == "views":
+            buffer.fill_(i)
+            yield buffer[:]
+        else:
+            buffer.numpy()[:] = i
+            yield torch.from_numpy(buffer.numpy())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("memory", ["torch", "views", "numpy"])
+def test_a_loader_that_fills_one_buffer_again_is_refused(memory: str, steps: int) -> None:
+    """Windows hold several items and the one behind them, so a second filling would change what was gathered."""
+    with pytest.raises(OptionError, match="a window of micro-batches.*yield copies"):
+        list(windows(refilled(memory), accum_steps=steps))
+    found = list(windows((buffer.clone() for buffer in refilled(memory)), accum_steps=steps))
+    assert [float(item[0]) for window in found for item in window] == [0, 1, 2, 3, 4]
+
+
+def test_a_buffer_is_refused_inside_of_structures_and_in_the_item_ahead() -> None:
+    def loader(buffers: int) -> Iterator[Any]:
+        ring = [torch.zeros(2) for _ in range(buffers)]
+        for i in range(6):
+            yield {"rows": [ring[i % buffers].fill_(i), "text"]}, 3
+
+    for buffers in (1, 2):  # the item ahead is the third one
+        with pytest.raises(OptionError, match=r"shape \(2,\) was written to"):
+            list(windows(loader(buffers), accum_steps=2))
+    for k, window in enumerate(windows(loader(buffers=3), accum_steps=2)):
+        assert [float(item[0]["rows"][0][0]) for item in window] == [2 * k, 2 * k + 1]
+
+
+def test_one_unchanged_tensor_may_come_many_times() -> None:
+    rows, array = torch.arange(8.0), torch.zeros(2).numpy()
+    twice = torch.from_numpy(array), torch.from_numpy(array)  # inputs that are their own targets
+    with torch.inference_mode():
+        free = torch.zeros(2)
+    for items in ([(rows, rows)] * 5, [rows[:4], rows[:4], rows[4:]], [twice] * 3, [free] * 3, [rows.to("meta")] * 3):
+        assert sum(len(window) for window in windows(items, accum_steps=2)) == len(items)
+
+
+def test_a_container_that_is_filled_again_keeps_what_was_yielded() -> None:
+    def loader() -> Iterator[dict[str, Any]]:
+        batch: dict[str, Any] = {}
+        for i in range(5):
+            batch["rows"] = torch.full((2,), i)
+            yield batch
+
+    found = list(windows(loader(), accum_steps=2))
+    assert [int(item["rows"][0]) for window in found for item in window] == [0, 1, 2, 3, 4]

@@ -4,53 +4,30 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from bigbatch.core import models
+from bigbatch.core.batch import Batch
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.gradients import Border, added_at_once, detached
 from bigbatch.core.join import join
-from bigbatch.core.move import ahead, to_device
+from bigbatch.core.losses import call_loss
+from bigbatch.core.move import to_device
 from bigbatch.core.own_loss import OwnLoss
-from bigbatch.core.rules import Rule, rule_for, weigh
+from bigbatch.core.rules import Rule, RuleNow, weigh
 from bigbatch.core.split import Piece, Splitter, check_size
 from bigbatch.engines import recompute, sequential
 from bigbatch.errors import OptionError
 from bigbatch.terms import StepReport
 from bigbatch.windows import in_a_row, items_of
 
-UNKNOWN_LOSS = (
-    "bigbatch does not know this loss's denominator, so the loss is computed once on the outputs of the whole batch: "
-    "exact, at the price of a second forward. If it is a mean over samples, pass reduction='mean'; if it divides by "
-    "something else, pass reduction=count, a function count(inputs, targets) -> number of one micro-batch, and divide "
-    "by the third argument: loss_fn(outputs, targets, count). Both save the second forward."
-)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One batch on its way through: as it was delivered, as it is cut, and what it runs on."""
-
-    items: Sequence[tuple[Any, Any]]
-    pieces: Sequence[Piece]
-    parameters: Sequence[nn.Parameter]
-    device: torch.device | None
-    buffers: Buffers
-    on_outputs: Callable[[Any, Any], object] | None
-
-    def there(self) -> Iterable[Piece]:
-        """The micro-batches on the model's device."""
-        device = self.device
-        if device is None or all(to_device(part, device) is part for item in self.items for part in item):
-            return self.pieces
-        return ahead(self.pieces, device)
+Items = Sequence[tuple[Any, Any]]
+OnOutputs = Callable[[Any, Any], object] | None
 
 
 class Accumulator:
@@ -108,18 +85,18 @@ class Accumulator:
         self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
         self.batch_norm, self.autocast, self.scaler, self.grad_dtype = batch_norm, autocast, scaler, grad_dtype
         self.modules = list(modules) if modules is not None else models.find_modules(model, loss_fn)
+        self.loose = models.find_loose(model, loss_fn)
         self.report: StepReport | None = None
         self.told: set[str] = set()
         self.around: Callable[[Piece], AbstractContextManager[object]] | None = None
         models.refuse_parallel(self.modules)
         self.splitter = Splitter(split, models.sizes_of(models.parameters_of(models.inner_modules(self.modules))))
-        self.rule = rule_for(model, loss_fn, reduction)
+        self.rule_now = RuleNow(model, loss_fn, reduction)
+        self.rule = self.rule_now()
         count = reduction if callable(reduction) else None
         asked = self.rule is None and loss_fn is None
         self.own_loss = OwnLoss(model, self.modules, self.splitter, count) if asked else None
         self._refuse_plain_function(reduction)
-        if self.rule is None and loss_fn is not None:
-            warnings.warn(UNKNOWN_LOSS, stacklevel=2)
 
     def backward(
         self, inputs: Any, targets: Any = None, *, on_outputs: Callable[[Any, Any], object] | None = None
@@ -139,18 +116,20 @@ class Accumulator:
             BigBatchError: the batch cannot be cut, or the loss cannot be weighed, without guessing. Every `.grad` and
                 every buffer is then as it was before the call, as after any other error inside.
         """
-        start = time.perf_counter()
+        start, self.rule = time.perf_counter(), self.rule_now()
         inner = models.inner_modules(self.modules)
         parameters = models.parameters_of(inner)
         device = models.device_of(parameters)
-        border = Border(items_of(inputs, targets, paired=self.loss_fn is not None))
+        adds_up = self.rule is not None or self.own_loss is not None  # otherwise one backward runs through it all
+        border = Border(items_of(inputs, targets, paired=self.loss_fn is not None), adds_up)
         pieces = in_a_row([self.splitter.pieces(*item, self.micro_batch_size) for item in border.items])
-        batch = Batch(border.items, pieces, parameters, device, Buffers(inner), on_outputs)
-        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(batch.pieces), self.told)
-        with batch.buffers.put_back_on_error(), added_at_once(parameters, self.grad_dtype):
-            loss, denominator = self._run(batch)
+        batch = Batch([part for item in border.items for part in item], pieces, inner, Buffers(inner), device)
+        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
+        trained = [*parameters, *self.loose, *border.trained()]
+        with batch.buffers.put_back_on_error(), added_at_once(trained, self.grad_dtype):
+            loss, denominator = self._run(batch, border.items, on_outputs)
             border.backward()
-        batch.buffers.settle()
+            batch.buffers.settle()
         sizes = [piece.samples for piece in batch.pieces]
         self.report = StepReport(
             samples=sum(sizes),
@@ -162,56 +141,60 @@ class Accumulator:
         )
         return loss
 
-    def _run(self, batch: Batch) -> tuple[Tensor, Any]:
+    def _run(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
         """The batch's loss, and its denominator where it has one that bigbatch knows."""
         if not batch.pieces:
             return torch.zeros((), device=batch.device), None
-        if self.rule is not None:
-            return self._sequential(batch, self.rule)
-        if self.own_loss is None:
-            return self._joint(batch), None
-        with self._autocast(batch.device):
-            rule = self.own_loss.rule(batch.pieces, batch.device)
-        return self._sequential(batch, rule)
+        rule = self.rule
+        if rule is None and self.own_loss is None:
+            return self._joint(batch, items, on_outputs), None
+        if rule is None:
+            with self._autocast(batch.device):
+                rule = cast(OwnLoss, self.own_loss).rule(batch.pieces, batch.device)
+        return self._sequential(batch, items, rule, on_outputs)
 
-    def _sequential(self, batch: Batch, rule: Rule) -> tuple[Tensor, Any]:
-        weights, totals, denominator = weigh(rule, batch.pieces, batch.items, batch.device)
-        extra, on_outputs = rule.extra(totals), batch.on_outputs
+    def _sequential(self, batch: Batch, items: Items, rule: Rule, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
+        weights, totals, denominator = weigh(rule, batch.pieces, items, batch.device)
+        extra, of = rule.extra(totals), rule.for_batch()
+        shown: list[Any] = []
 
         def loss_of(piece: Piece) -> Tensor:
             outputs = models.call(self.model, piece.inputs, extra)
             if on_outputs is not None:
-                on_outputs(detached(outputs), piece.targets)
-            return rule.of(outputs, piece, totals)
+                shown.append(outputs)
+            return of(outputs, piece, totals)
+
+        def show(piece: Piece) -> None:
+            if on_outputs is not None:  # once the backward is through, nobody minds what it does to them
+                on_outputs(detached(shown.pop()), piece.targets)
 
         whole = sum(piece.samples for piece in batch.pieces)
         shares = [piece.samples / whole for piece in batch.pieces]
         run = self._inside(loss_of, batch.device)
-        return sequential.run(batch.there(), weights, shares, run, batch.buffers, self._scale()), denominator
+        loss = sequential.run(batch.there(), weights, shares, run, batch.buffers, self._scale(), show)
+        return loss, denominator
 
-    def _joint(self, batch: Batch) -> Tensor:
+    def _joint(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> Tensor:
         """A loss that nobody can weigh is computed once, on the outputs of the whole batch."""
 
         def forward(piece: Piece) -> Any:
             return models.call(self.model, piece.inputs)
 
         loss_fn = cast(Callable[..., Tensor], self.loss_fn)
-        device, buffers = batch.device, batch.buffers
-        samples = [self.splitter.count(*item) for item in batch.items]
-        parts = [targets for _, targets in batch.items]
+        samples = [self.splitter.count(*item) for item in items]
+        parts = [targets for _, targets in items]
         targets = join(parts, samples, "targets") if len(parts) > 1 else parts[0]
-        targets = targets if device is None else to_device(targets, device)
-        kept = 1 if len(batch.pieces) == 1 else 0
-        inside = self._inside(forward, device)
-        check = functools.partial(recompute.refuse_tied_axes, batch.pieces, inside, self.splitter, buffers, device)
-        outputs = recompute.run(batch.pieces, inside, buffers, device, kept=kept, weights=batch.parameters, check=check)
-        if batch.on_outputs is not None:
-            batch.on_outputs(detached(outputs), targets)
-        with buffers.lent(1.0):
-            with self._autocast(device):
-                loss = sequential.scalar(loss_fn(outputs, targets))
+        targets = targets if batch.device is None else to_device(targets, batch.device)
+        inside = self._inside(forward, batch.device)
+        check = functools.partial(recompute.refuse_tied_axes, batch, inside, self.splitter)
+        outputs = recompute.run(batch, inside, kept=1 if len(batch.pieces) == 1 else 0, check=check)
+        with batch.buffers.lent(1.0):
+            with self._autocast(batch.device):
+                loss = sequential.scalar(call_loss(loss_fn, outputs, targets))
             seed, scale = sequential.weight_like(1.0, loss), self._scale()
             torch.autograd.backward(loss, scale(seed) if scale is not None else seed)
+        if on_outputs is not None:
+            on_outputs(detached(outputs), targets)
         return loss.detach()
 
     def _scale(self) -> Callable[[Tensor], Tensor] | None:

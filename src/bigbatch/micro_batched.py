@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.core import models
+from bigbatch.core.batch import Batch
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter, check_size
@@ -30,6 +32,7 @@ class Door:
         keep_bytes: memory to spend on keeping the activations of the last micro-batches; None for no more than needed.
         batch_norm: "exact" or "local".
         splitter: cuts the arguments of a call.
+        modules: the model, and modules that it holds in plain attributes.
         around: what a proof puts around the forward of a micro-batch.
         checked: micro-batch sizes whose outputs are known to be joinable.
         sample_bytes: bytes that the backward of one sample keeps, once measured.
@@ -41,6 +44,7 @@ class Door:
     keep_bytes: int | None
     batch_norm: str
     splitter: Splitter
+    modules: list[nn.Module]
     around: Callable[[Piece], Any] | None = None
     checked: set[int] = field(default_factory=set)
     sample_bytes: float | None = None
@@ -50,11 +54,10 @@ class Door:
         """The model's outputs for the whole batch."""
         inputs = gathered(args, kwargs)
         pieces = self.splitter.pieces(inputs, None, self.micro_batch_size)
-        inner = models.inner_modules([model])
-        models.refuse_batch_norm([model], inner, self.batch_norm, len(pieces), self.told)
-        parameters = models.parameters_of(inner)
-        device = models.device_of(parameters)
-        buffers = Buffers(inner)
+        if not pieces:
+            return model(*args, **kwargs)
+        inner = models.inner_modules(self.modules)
+        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
 
         def forward(piece: Piece) -> Any:
             positional, keywords = spread(piece.inputs)
@@ -63,42 +66,29 @@ class Door:
             with self.around(piece):
                 return model(*positional, **keywords)
 
-        if not pieces:
-            return model(*args, **kwargs)
+        device = models.device_of(models.parameters_of(inner))
+        batch = Batch([inputs], pieces, inner, Buffers(inner), device)
         size = pieces[0].samples
-        check = functools.partial(recompute.refuse_tied_axes, pieces, forward, self.splitter, buffers, device)
-        kept = (
-            1 if len(pieces) == 1 else self._kept(pieces, forward, buffers, device, [*parameters, *buffers.originals])
+        check = (
+            None
+            if size in self.checked
+            else functools.partial(recompute.refuse_tied_axes, batch, forward, self.splitter)
         )
-        outputs = recompute.run(
-            pieces,
-            forward,
-            buffers,
-            device,
-            self.activations,
-            kept,
-            parameters,
-            None if size in self.checked else check,
-        )
+        kept = 1 if len(pieces) == 1 else self._kept(batch, forward)
+        outputs = recompute.run(batch, forward, self.activations, kept, check)
         self.checked.add(size)
         return outputs
 
-    def _kept(
-        self,
-        pieces: list[Piece],
-        forward: Callable[[Piece], Any],
-        buffers: Buffers,
-        device: torch.device | None,
-        constants: list[Tensor],
-    ) -> int:
+    def _kept(self, batch: Batch, forward: recompute.Forward) -> int:
         """How many of the last micro-batches the stated budget keeps; the first time, one of them is measured."""
         if self.keep_bytes is None or not torch.is_grad_enabled():
             return 0
         if self.sample_bytes is None:
-            first = recompute.fresh(recompute.moved(pieces[0], device), pieces[0])
-            with preserved_rng(), buffers.replayed():
+            first = recompute.fresh(recompute.moved(batch.pieces[0], batch.device), batch.pieces[0])
+            constants = [*models.parameters_of(batch.inner), *batch.buffers.originals]
+            with preserved_rng(models.generators_of(batch.inner)), batch.buffers.replayed():
                 self.sample_bytes = recompute.saved_bytes(forward, first, constants) / first.samples
-        return affordable([piece.samples for piece in pieces], self.sample_bytes, self.keep_bytes)
+        return affordable([piece.samples for piece in batch.pieces], self.sample_bytes, self.keep_bytes)
 
 
 class MicroBatched(nn.Module):
@@ -149,7 +139,8 @@ class MicroBatched(nn.Module):
         splitter = Splitter(split, models.sizes_of(model.parameters()))
         # The model's own __setattr__ would be asked, so the two fields of the wrapper are laid past it.
         self.__dict__["_wrapped"] = model
-        self.__dict__["_door"] = Door(micro_batch_size, activations, budget, batch_norm, splitter)
+        modules = models.find_modules(model)
+        self.__dict__["_door"] = Door(micro_batch_size, activations, budget, batch_norm, splitter, modules)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._door.run(self._wrapped, args, kwargs)
@@ -159,7 +150,17 @@ class MicroBatched(nn.Module):
     def __getattribute__(self, name: str) -> Any:
         if name in OWN or (name.startswith("__") and name.endswith("__")):
             return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "_wrapped"), name)
+        wrapped = object.__getattribute__(self, "_wrapped")
+        value = getattr(wrapped, name)
+        if not inspect.ismethod(value) or value.__self__ is not wrapped:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = value(*args, **kwargs)
+            return self if result is wrapped else result  # `model = MicroBatched(model).to(device)` stays wrapped
+
+        return method
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._wrapped, name, value)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.core.split import Piece
+from bigbatch.core.tree import leaves
 from bigbatch.errors import OptionError
 
 
@@ -41,12 +46,17 @@ class Windows:
 
     def __iter__(self) -> Iterator[Window]:
         gathered: list[Any] = []
+        seen: list[list[Seen]] = []
         for micro_batch in self.loader:
+            new = list(tensors_of(micro_batch))
             if len(gathered) == self.accum_steps:
+                refuse_refilled([*seen, new])  # the loader has run once more since the window was full
                 yield Window(tuple(gathered), last=False)
-                gathered = []
-            gathered.append(micro_batch)
+                gathered, seen = [], []
+            gathered.append(held(micro_batch))
+            seen.append(new)
         if gathered:
+            refuse_refilled(seen)
             yield Window(tuple(gathered), last=True)
 
     def __len__(self) -> int:
@@ -58,14 +68,16 @@ def windows(loader: Iterable[Any], accum_steps: int) -> Windows:
     """The batches of a loader that yields micro-batches: `accum_steps` at a time, and what is left at the end.
 
     One item is looked at ahead, so a stream without a length closes its last window too, and that window's loss is
-    divided by its own size. The result can be iterated once for every epoch.
+    divided by its own size. The result can be iterated once for every epoch. All micro-batches of a window and the
+    item behind it are held at one time, so a loader must not fill the same tensor again.
 
     Args:
         loader: yields micro-batches, `(inputs, targets)` for a model with a separate loss.
         accum_steps: micro-batches in one batch.
 
     Raises:
-        OptionError: `accum_steps` is no positive whole number.
+        OptionError: `accum_steps` is no positive whole number; or, where a window is due, the loader has written to
+            what it yielded before.
 
     >>> [(len(window), window.last) for window in windows(range(10), accum_steps=4)]
     [(4, False), (4, False), (2, True)]
@@ -73,6 +85,73 @@ def windows(loader: Iterable[Any], accum_steps: int) -> Windows:
     3
     """
     return Windows(loader, accum_steps)
+
+
+class Seen(NamedTuple):
+    """A tensor of a micro-batch, and how often it had been written to when it was delivered."""
+
+    tensor: Tensor
+    version: int
+
+
+def tensors_of(micro_batch: Any) -> Iterator[Seen]:
+    """The tensors of a micro-batch whose changes can be told; those made in inference mode count none."""
+    for leaf in leaves(micro_batch):
+        tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            yield Seen(tensor, tensor._version)
+
+
+def held(tree: Any) -> Any:
+    """The same in dicts, lists and tuples of its own, as a loader may put the next tensors into those that it yielded.
+
+    >>> batch = {"rows": [1, 2]}
+    >>> held(batch) == batch, held(batch) is batch
+    (True, False)
+    """
+    if type(tree) is dict:
+        return {name: held(value) for name, value in tree.items()}
+    return type(tree)(map(held, tree)) if type(tree) in (list, tuple) else tree
+
+
+def refuse_refilled(seen: Sequence[Sequence[Seen]]) -> None:
+    """OptionError where a tensor was written to since it came, or two micro-batches share memory from outside.
+
+    PyTorch counts what is written to a tensor and to its views. It counts nothing that NumPy writes, but there every
+    `torch.from_numpy` makes a storage of its own. Delivering one tensor several times is no change.
+
+    >>> buffer = torch.zeros(2)
+    >>> delivered = [list(tensors_of(buffer))]
+    >>> refuse_refilled(delivered * 2)
+    >>> _ = buffer.fill_(1)
+    >>> refuse_refilled(delivered)
+    Traceback (most recent call last):
+    ...
+    bigbatch.errors.OptionError: a window of micro-batches was asked of a loader. Found: a tensor of shape (2,) was \
+written to after it was yielded. Do: have the loader yield copies, such as buffer.clone().
+    """
+    found, first, met = "", dict[int, tuple[int, Tensor]](), set[int]()
+    for item, (tensor, version) in ((item, each) for item, tensors in enumerate(seen) for each in tensors):
+        if tensor._version != version:
+            found = f"a tensor of shape {tuple(tensor.shape)} was written to after it was yielded"
+        elif id(tensor) not in met and has_address(tensor):
+            before, other = first.setdefault(tensor.data_ptr(), (item, tensor))
+            if before != item and storage_of(other) != storage_of(tensor):
+                found = f"tensors of shape {tuple(tensor.shape)} of two micro-batches lie in the same memory"
+        met.add(id(tensor))
+    if found:
+        do = "have the loader yield copies, such as buffer.clone()"
+        raise OptionError("a window of micro-batches was asked of a loader", found, do)
+
+
+def has_address(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return plain and tensor.data_ptr() != 0  # empty tensors and those of the meta device lie nowhere
+
+
+def storage_of(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def in_a_row(items: Sequence[list[Piece]]) -> list[Piece]:

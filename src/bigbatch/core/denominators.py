@@ -45,12 +45,15 @@ class Denominator:
             0-d tensor on the device of the targets (of the class weights, where there are some), without a host sync.
         check: `check(arguments)` raises LossError where the arguments of one call tie samples together.
         terms: `terms(arguments)`: how many terms one call averages over, where targets cannot tell; else None.
+        copies: `copies(arguments)`: to how many terms of one call's mean broadcasting makes one that was counted, 0 for
+            a call without any; None where nothing is broadcast.
     """
 
     unit: str
     count: Callable[[Any, int], int | Tensor]
     check: Callable[[Sequence[Any]], None]
     terms: Callable[[Sequence[Any]], int] | None = None
+    copies: Callable[[Sequence[Any]], int] | None = None
 
 
 def elements(place: Place, weight: Weight) -> Denominator:
@@ -59,11 +62,14 @@ def elements(place: Place, weight: Weight) -> Denominator:
     def count(targets: Any, samples: int) -> int:
         return _labels(place, targets, 1, weight).numel()
 
+    def paired(arguments: Sequence[Any]) -> Sequence[Any]:
+        return arguments[:2] if place.argument == 1 else arguments
+
     def check(arguments: Sequence[Any]) -> None:
         _labels(place, arguments[place.argument], 1, weight)
-        _same_samples(place, arguments[:2] if place.argument == 1 else arguments)
+        _same_samples(place, paired(arguments))
 
-    return Denominator("elements", count, check)
+    return Denominator("elements", count, check, copies=lambda arguments: _copies(place, paired(arguments), None))
 
 
 def rows(place: Place, least_axes: int) -> Denominator:
@@ -91,7 +97,7 @@ def positions(place: Place, weight: Weight) -> Denominator:
         _labels(place, arguments[place.argument], 2, weight)
         _same_samples(place, arguments)
 
-    return Denominator("samples", count, check)
+    return Denominator("samples", count, check, copies=lambda arguments: _copies(place, arguments, -1))
 
 
 def samples_of_outputs(place: Place) -> Denominator:
@@ -191,6 +197,15 @@ def _same_samples(place: Place, tensors: Sequence[Any]) -> None:
         if tensor.shape != first.shape and (tensor.dim() != first.dim() or tensor.shape[0] != first.shape[0]):
             shapes = f"{tuple(first.shape)} and {tuple(tensor.shape)}"
             raise _refusal(place, f"the shapes {shapes} broadcast along the samples")
+
+
+def _copies(place: Place, tensors: Sequence[Tensor], end: int | None) -> int:
+    """How many terms one counted term becomes when all tensors are broadcast; their axes count up to `end`."""
+    shapes = [tensor.shape[:end] for tensor in tensors]
+    if all(shape == shapes[0] for shape in shapes):
+        return 1 if math.prod(shapes[0]) else 0
+    wide = (0 if 0 in sizes else max(sizes) for sizes in zip(*shapes, strict=True))
+    return math.prod(wide) // max(math.prod(shapes[place.argument]), 1)
 
 
 def _refusal(place: Place, found: str) -> LossError:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.core.tree import leaves, map_leaves
 
@@ -26,6 +27,7 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
     in that dtype (`Tensor.grad_dtype` of PyTorch).
     """
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
+    copies: list[tuple[Tensor, Tensor]] = []
     hooked = [(p, *hooks_of(p)) for p, _ in held if p._backward_hooks or p._post_accumulate_grad_hooks]
     for parameter, _ in held:
         parameter.grad = None
@@ -36,20 +38,24 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
             yield
         for parameter, before, _ in hooked:
             _changed_by(before, parameter)
+        arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None}
+        for parameter, gradient in held:
+            if gradient is not None:
+                copies += [(gradient, gradient.clone())] if hooked else []  # a hook that fails takes it back
+                parameter.grad = _sum(gradient, parameter.grad)
+        for parameter, _, after in hooked:
+            for hook in list(after.values()) if parameter in arrived else ():
+                hook(parameter)
     except BaseException:
         for parameter, gradient in held:
             parameter.grad = None
             if gradient is not None:
                 parameter.grad_dtype = gradient.dtype
             parameter.grad = gradient
+        with torch.no_grad():
+            for gradient, copy in copies:
+                gradient.copy_(copy)
         raise
-    arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None}
-    for parameter, gradient in held:
-        if gradient is not None:
-            parameter.grad = _sum(gradient, parameter.grad)
-    for parameter, _, after in hooked:
-        for hook in list(after.values()) if parameter in arrived else ():
-            hook(parameter)
 
 
 def hooks_of(parameter: Tensor) -> tuple[Hooks, Hooks]:
@@ -96,20 +102,26 @@ class Border:
     batch that require a gradient are therefore replaced by leaves; their gradients gather over the window.
     """
 
-    def __init__(self, items: list[tuple[Any, Any]]) -> None:
+    def __init__(self, items: list[tuple[Any, Any]], cut_off: bool = True) -> None:
         self.leaves: dict[int, tuple[Tensor, Tensor]] = {}
         self.items = items
-        if any(carries_a_graph(part) for item in items for part in item):
+        if cut_off and any(carries_a_graph(part) for item in items for part in item):
             self.items = [
                 (map_leaves(self._leaf, inputs), map_leaves(self._leaf, targets)) for inputs, targets in items
             ]
 
     def _leaf(self, tensor: Any) -> Any:
+        if isinstance(tensor, PackedSequence):
+            return tensor._replace(data=self._leaf(tensor.data))
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return tensor
         if id(tensor) not in self.leaves:
             self.leaves[id(tensor)] = (tensor, tensor.detach().requires_grad_())
         return self.leaves[id(tensor)][1]
+
+    def trained(self) -> list[Tensor]:
+        """The inputs that are leaves themselves and get a `.grad`."""
+        return [tensor for tensor, _ in self.leaves.values() if tensor.is_leaf]
 
     def backward(self) -> None:
         pairs = [(tensor, leaf.grad) for tensor, leaf in self.leaves.values() if leaf.grad is not None]
@@ -120,7 +132,8 @@ class Border:
 def carries_a_graph(tree: Any) -> bool:
     if isinstance(tree, Tensor):
         return tree.requires_grad
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves(tree))
+    held = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves(tree))
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in held)
 
 
 def detached(tree: Any) -> Any:

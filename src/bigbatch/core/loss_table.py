@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, NoneType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -62,6 +62,7 @@ ENTRIES = (
         "targets last",
     ),
 )
+PLAIN = (bool, int, float, str, NoneType)
 # Deprecated names (NLLLoss2d) may leave a later torch; that must not break the import.
 _BY_FUNCTION = {getattr(F, entry.function): entry for entry in ENTRIES if hasattr(F, entry.function)}
 _BY_CLASS = {getattr(nn, name): entry for entry in ENTRIES for name in entry.classes.split() if hasattr(nn, name)}
@@ -99,3 +100,28 @@ def options_of(loss_fn: Any) -> Callable[[str, Any], Any]:
     if isinstance(loss_fn, nn.Module):
         return lambda name, default: getattr(loss_fn, name, default)
     return keywords_of(loss_fn).get
+
+
+def facts_of(loss_fn: Any) -> Any:
+    """What a loss in the table is known by, to be compared: two are unequal where an option or a hook was changed.
+
+    >>> loss_fn = nn.CrossEntropyLoss()
+    >>> before = facts_of(loss_fn)
+    >>> loss_fn.label_smoothing = 0.1
+    >>> facts_of(loss_fn) == before, facts_of(F.cross_entropy) == facts_of(F.cross_entropy)
+    (False, True)
+    """
+    if isinstance(loss_fn, FunctionType) or entry_of(loss_fn) is None:
+        return None
+    return facts(vars(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn.keywords)
+
+
+def facts(value: Any) -> Any:
+    """Scalars as they are, the inside of dicts and modules, and which tensor or object it is elsewhere."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, dict):
+        return tuple([facts(item) for item in value.values()]) if value else ()
+    if isinstance(value, nn.Module):
+        return type(value), facts(vars(value))
+    return (id(value), value.shape, value.requires_grad) if isinstance(value, Tensor) else id(value)

@@ -35,6 +35,9 @@ class KnownLoss:
             0-d tensor without a host sync. Raises LossError where the targets are not what the loss needs.
         terms: `terms(outputs)`: how many samples the outputs really hold, for losses whose targets do not tell (the
             triplet losses); a micro-batch in which this is not `count` must be refused. None for all other losses.
+        copies: `copies(outputs, targets)`: to how many terms of the mean broadcasting makes one that was counted, 0 for
+            a micro-batch without any. It must be the same in all micro-batches of a batch. None where nothing is
+            broadcast.
     """
 
     name: str
@@ -43,6 +46,7 @@ class KnownLoss:
     loss: Callable[[Any, Any], Tensor]
     count: Callable[[Any, int], int | float | Tensor]
     terms: Callable[[Any], int] | None = None
+    copies: Callable[[Any, Any], int] | None = None
 
 
 def recognise(loss_fn: Any) -> KnownLoss | None:
@@ -78,14 +82,17 @@ def recognise(loss_fn: Any) -> KnownLoss | None:
     if not _certain(entry, loss_fn, options, reduction):
         return None
     denominator = _denominator(entry, _place(entry, name), options, reduction)
+    form = _form(entry, reduction)
     terms = None if reduction == "sum" else denominator.terms
+    copies = denominator.copies if form == "mean" else None
     return KnownLoss(
         name,
         "" if reduction == "sum" else denominator.unit,
-        _form(entry, reduction),
+        form,
         _in_form(entry, loss_fn, denominator, reduction),
         (lambda targets, samples: samples) if reduction == "sum" else denominator.count,
         None if terms is None else lambda outputs: terms(arguments_of(entry.order, outputs, None)),
+        None if copies is None else lambda outputs, targets: copies(arguments_of(entry.order, outputs, targets)),
     )
 
 

@@ -22,6 +22,7 @@ LOCAL = (
     "batch_norm='local': {} normalises by the statistics of each micro-batch, so the gradient differs from the whole "
     "batch's. Running statistics move once, by the mean over micro-batches."
 )
+MODULE_OWN = frozenset(vars(nn.Module()))
 DEPTH, MANY = 5, 1000  # how far modules are looked for behind a function, and in containers of how many items
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
@@ -51,26 +52,47 @@ def find_modules(*sources: Any) -> list[nn.Module]:
     >>> find_modules(training_step) == [layer]
     True
     """
-    found: dict[nn.Module, None] = {}
+    return [found for found in _reached(*sources) if isinstance(found, nn.Module)]
+
+
+def find_loose(*sources: Any) -> list[Tensor]:
+    """Tensors that are trained and belong to no module, such as a temperature in the closure of a loss.
+
+    >>> temperature = torch.tensor(0.1, requires_grad=True)
+    >>> find_loose(lambda outputs, targets: outputs / temperature) == [temperature]
+    True
+    """
+    return [found for found in _reached(*sources) if isinstance(found, Tensor)]
+
+
+def _reached(*sources: Any) -> list[Any]:
+    """The modules and the loose trained tensors that some objects can reach by name."""
+    found: dict[int, Any] = {}
     seen: set[int] = set()
 
     def look(source: Any, depth: int) -> None:
-        if isinstance(source, nn.Module):
-            found[source] = None
-        elif depth < DEPTH and id(source) not in seen:
-            seen.add(id(source))
-            for value in _held_by(source):
-                look(value, depth + 1)
+        if depth > DEPTH or id(source) in seen:
+            return
+        seen.add(id(source))
+        if isinstance(source, nn.Module) or (isinstance(source, Tensor) and source.is_leaf and source.requires_grad):
+            found[id(source)] = source
+        for value in _held_by(source):
+            look(value, depth + 1)
 
     for source in sources:
         look(source, 0)
-    return list(found)
+    own = {id(p) for module in found.values() if isinstance(module, nn.Module) for p in module.parameters()}
+    return [thing for number, thing in found.items() if number not in own]
 
 
 def _held_by(source: Any) -> Iterable[Any]:
-    """What a function, a container or an object of the user's own can reach by name."""
+    """What a module hides in plain attributes; what a function, a container or an object can reach by name."""
+    if isinstance(source, nn.Module):
+        plain = (vars(module).items() for module in source.modules())
+        values = (value for items in plain for name, value in items if name not in MODULE_OWN)
+        return [value for value in values if isinstance(value, nn.Module | Tensor | list | tuple | dict)]
     home = getattr(source, "__module__", None) or type(source).__module__
-    if isinstance(source, type | ModuleType) or home.partition(".")[0] == "torch":
+    if isinstance(source, type | ModuleType | Tensor) or home.partition(".")[0] == "torch":
         return ()
     if isinstance(source, functools.partial):
         return (source.func, *source.args, *source.keywords.values())
@@ -80,9 +102,14 @@ def _held_by(source: Any) -> Iterable[Any]:
         reached = inspect.getclosurevars(source)
         return (*reached.nonlocals.values(), *reached.globals.values(), *(source.__defaults__ or ()))
     if isinstance(source, list | tuple | set | frozenset | Mapping):
-        values = source.values() if isinstance(source, Mapping) else source
-        return values if len(source) <= MANY else ()
+        values_of = source.values() if isinstance(source, Mapping) else source
+        return values_of if len(source) <= MANY else ()
     return list(getattr(source, "__dict__", {}).values())
+
+
+def generators_of(inner: Iterable[nn.Module]) -> list[torch.Generator]:
+    """The generators of random numbers that modules hold beside PyTorch's own."""
+    return [value for module in inner for value in vars(module).values() if isinstance(value, torch.Generator)]
 
 
 def inner_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:

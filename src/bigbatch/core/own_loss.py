@@ -22,7 +22,8 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.candidates import Candidate, Question, agreed, alike, counts_of, doubt, together, told_apart
@@ -31,6 +32,7 @@ from bigbatch.core.move import to_device
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.rules import Rule, loss_of, samples
 from bigbatch.core.split import Piece, Splitter
+from bigbatch.core.tree import map_leaves
 from bigbatch.errors import LossError, SplitError
 
 LEAST, MOST = 2, 8  # questions that are put to a model
@@ -176,7 +178,7 @@ class OwnLoss:
         """The model's loss on some inputs, without a gradient; whatever the forward moves is put back."""
 
         def loss(inputs: Any, **extra: Any) -> float:
-            there = inputs if device is None else to_device(inputs, device)
+            there = copied(inputs if device is None else to_device(inputs, device))
             with torch.no_grad(), preserved_rng(), buffers.replayed():
                 found = loss_of(call(self.model, there, extra))
             if found.numel() != 1:
@@ -185,6 +187,22 @@ class OwnLoss:
             return float(found)
 
         return loss
+
+
+def copied(tree: Any) -> Any:
+    """The tree with copies of its tensors, for a forward that may write to its inputs; one tensor stays one tensor."""
+    copies: dict[int, Any] = {}
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(data=leaf.data.detach().clone())
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    return map_leaves(copy, tree)
 
 
 def refusal(found: str) -> LossError:

@@ -46,31 +46,40 @@ def host_numbers() -> Callable[[], None]:
     return put_back
 
 
-def snapshot(others: Sequence[torch.Generator] = ()) -> Callable[[], None]:
-    """Reads every global generator in use, and any others; the function that comes back puts them back."""
-    host = host_numbers()
-    cpu = torch.get_rng_state()
-    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda = torch.cuda.get_rng_state_all() if in_use else []
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
-    states = [(other, other.get_state()) for other in others]
+def states_of(generators: Sequence[torch.Generator]) -> Callable[[], None]:
+    """Reads some generators; the result puts them back."""
+    states = [(generator, generator.get_state()) for generator in generators]
 
     def put_back() -> None:
-        host()
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
         for generator, state in states:
             generator.set_state(state)
 
     return put_back
 
 
+def snapshot(others: Sequence[torch.Generator] = ()) -> Callable[[], None]:
+    """Reads every global generator in use, and any others; the function that comes back puts them back."""
+    host, own = host_numbers(), states_of(others)
+    cpu = torch.get_rng_state()
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if in_use else []
+    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+
+    def put_back() -> None:
+        host()
+        own()
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+        if mps is not None:
+            torch.mps.set_rng_state(mps)
+
+    return put_back
+
+
 @contextmanager
-def preserved_rng() -> Iterator[None]:
-    """Puts the global generators (Python, NumPy, CPU, every CUDA device, MPS) back at exit to what they were at entry.
+def preserved_rng(others: Sequence[torch.Generator] = ()) -> Iterator[None]:
+    """Puts the global generators (Python, NumPy, CPU, every CUDA device, MPS) and others back at exit as at entry.
 
     Costs copies of 10 KB where CUDA was never used, because CUDA is then left alone. A CUDA that is first used inside
     has no earlier state and keeps the one it then has.
@@ -81,7 +90,7 @@ def preserved_rng() -> Iterator[None]:
     >>> bool((torch.rand(3) == inside).all())
     True
     """
-    put_back = snapshot()
+    put_back = snapshot(others)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,12 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bigbatch.core.loss_table import entry_of, facts_of, name_of
 from bigbatch.core.losses import KnownLoss, call_loss, recognise
 from bigbatch.core.split import Piece
 from bigbatch.core.weigh import Count, divisor, divisors, number, weights
 from bigbatch.errors import LossError, OptionError
 
 Denominator = Count | dict[str, Count]
+UNKNOWN_LOSS = (
+    "bigbatch does not know this loss's denominator, so the loss is computed once on the outputs of the whole batch: "
+    "exact, at the price of a second forward. If it is a mean over samples, pass reduction='mean'; if it divides by "
+    "something else, pass reduction=count, a function count(inputs, targets) -> number of one micro-batch, and divide "
+    "by the third argument: loss_fn(outputs, targets, count). Both save the second forward."
+)
 
 
 def nothing(_: Denominator) -> dict[str, Any]:
@@ -32,6 +40,7 @@ class Rule:
         loss: `loss(outputs, targets, totals)` of one micro-batch.
         extra: keyword arguments for the model, made from the totals.
         terms: how many samples the outputs hold, where `count` has to trust that they hold the micro-batch's.
+        copies: `copies(outputs, targets)`: to how many terms of the mean broadcasting makes one that was counted.
     """
 
     form: str
@@ -39,9 +48,31 @@ class Rule:
     loss: Callable[[Any, Any, Any], Tensor]
     extra: Callable[[Denominator], Mapping[str, Any]] = field(default=nothing)
     terms: Callable[[Any], int] | None = None
+    copies: Callable[[Any, Any], int] | None = None
+
+    def for_batch(self) -> Callable[[Any, Piece, Any], Tensor]:
+        """`of(outputs, piece, totals)`, the loss of one micro-batch, for the micro-batches of one batch."""
+        copies, seen = self.copies, 0
+        if copies is None:
+            return self.of
+
+        def of(outputs: Any, piece: Piece, totals: Any) -> Tensor:
+            nonlocal seen
+            loss, found = self.of(outputs, piece, totals), copies(outputs, piece.targets)
+            if found and seen and found != seen:
+                raise LossError(
+                    "a mean over elements was asked for",
+                    f"broadcasting makes {seen} elements of the loss from one of the targets in one micro-batch, and "
+                    f"{found} in another, so the targets do not tell how many there are",
+                    "expand the targets to the shape of the outputs, or wrap the loss in a function of your own",
+                )
+            seen = found or seen
+            return loss
+
+        return of
 
     def of(self, outputs: Any, piece: Piece, totals: Any) -> Tensor:
-        """The loss of one micro-batch."""
+        """The loss of one micro-batch, by itself."""
         if self.terms is not None and self.terms(outputs) != piece.samples:
             raise LossError(
                 "a loss that is a mean over samples was asked for",
@@ -49,6 +80,30 @@ class Rule:
                 "wrap the loss in a function of your own, which is run once on the whole batch",
             )
         return self.loss(outputs, piece.targets, totals)
+
+
+class RuleNow:
+    """The rule of a loss as it stands at each call: options and hooks may be set on the loss between two batches.
+
+    Calling it costs a few microseconds where nothing was changed. A loss that has become unknown is told of once.
+    """
+
+    def __init__(self, model: Any, loss_fn: Callable[..., Tensor] | None, reduction: Any) -> None:
+        self._given, self._told = (model, loss_fn, reduction), False
+        self._followed = reduction == "auto" and loss_fn is not None  # other rules call the loss as it stands
+        self._read()
+
+    def __call__(self) -> Rule | None:
+        if self._followed and facts_of(self._given[1]) != self._facts:
+            self._read()
+        if self._rule is None and self._followed and not self._told:
+            self._told = True
+            warnings.warn(UNKNOWN_LOSS, stacklevel=3)
+        return self._rule
+
+    def _read(self) -> None:
+        self._rule = rule_for(*self._given)
+        self._facts = facts_of(self._given[1])  # what held when the rule was made
 
 
 def rule_for(model: Any, loss_fn: Callable[..., Tensor] | None, reduction: Any) -> Rule | None:
@@ -69,6 +124,12 @@ def rule_for(model: Any, loss_fn: Callable[..., Tensor] | None, reduction: Any) 
         )
     if loss_fn is None and isinstance(model, nn.Module):
         return None  # the count is stated; whether the model takes the total has to be asked
+    if entry_of(loss_fn) is not None:
+        raise LossError(
+            f"{name_of(loss_fn)} was given as the loss, beside a count function",
+            "a loss of torch.nn does not take the count as its third argument",
+            "wrap it, lambda outputs, targets, count: loss(outputs, targets) / count, with reduction='sum' in the loss",
+        )
     if loss_fn is None:
         return Rule("counted", functools.partial(_counted, reduction), loss_of, lambda totals: {"count": totals})
     return Rule("counted", functools.partial(_counted, reduction), loss_fn)
@@ -78,7 +139,9 @@ def _known(known: KnownLoss) -> Rule:
     def loss(outputs: Any, targets: Any, _totals: Any) -> Tensor:
         return known.loss(outputs, targets)
 
-    return Rule(known.form, lambda _, targets, samples: known.count(targets, samples), loss, terms=known.terms)
+    return Rule(
+        known.form, lambda _, targets, samples: known.count(targets, samples), loss, nothing, known.terms, known.copies
+    )
 
 
 def _stated(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, _totals: Any) -> Tensor:

@@ -13,6 +13,8 @@ not 0/0. Only the batch's total is raised so, never a sample's or a micro-batch'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
+from numbers import Complex, Integral, Number, Real
 from typing import Any
 
 import torch
@@ -25,14 +27,17 @@ Count = int | float | Tensor
 
 def number(count: Any) -> Count:
     """A count as a Python number where that costs no wait for a device, else as a 0-d tensor."""
+    if type(count) is int or type(count) is float:
+        return count
     if not isinstance(count, Tensor):
-        if isinstance(count, bool) or not isinstance(count, int | float):
+        imaginary = isinstance(count, Complex) and not isinstance(count, Real)
+        if isinstance(count, bool) or imaginary or not isinstance(count, Number):
             raise LossError(
                 "a denominator was asked of the count function",
                 f"it returned a {type(count).__name__}",
                 "return a number, a 0-d tensor, or a dict of them",
             )
-        return count
+        return int(count) if isinstance(count, Integral) else float(count)  # type: ignore[arg-type]  # of NumPy's
     if count.numel() != 1:
         raise LossError(
             "a denominator was asked of the count function",
@@ -49,12 +54,21 @@ def number(count: Any) -> Count:
 def divisor(counts: Sequence[Count]) -> Count:
     """The batch's denominator: the counts of all micro-batches together, or one where they are all zero.
 
+    Raises:
+        LossError: the total is negative or not finite; one that lies on another device is not waited for.
+
     >>> divisor([3, 0, 5]), divisor([0, 0])
     (8, 1)
     """
     total = sum(counts)
     if isinstance(total, Tensor):
         return torch.where(total == 0, torch.ones_like(total), total)
+    if not isfinite(total) or total < 0:
+        raise LossError(
+            "a denominator was asked for",
+            f"the counts of {len(counts)} micro-batches add up to {total}",
+            "count something that is finite and not negative, such as (targets != -100).sum()",
+        )
     return total if total != 0 else 1
 
 

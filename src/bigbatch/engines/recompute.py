@@ -13,17 +13,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from bigbatch.core.buffers import Buffers
+from bigbatch.core.batch import Batch
 from bigbatch.core.join import axes_like, join
+from bigbatch.core.models import generators_of, parameters_of
 from bigbatch.core.move import ahead
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.core.tree import map_leaves
-from bigbatch.engines.replay import Guard, Replays
+from bigbatch.core.tree import leaves, map_leaves
+from bigbatch.engines.replay import Guard, Replays, tensors_of
+from bigbatch.errors import ModelError
 
 ACTIVATIONS = ("recompute", "offload", "keep")
 
@@ -31,53 +34,42 @@ Forward = Callable[[Piece], Any]
 
 
 def run(
-    pieces: Sequence[Piece],
+    batch: Batch,
     forward: Forward,
-    buffers: Buffers,
-    device: torch.device | None,
     activations: str = "recompute",
     kept: int = 0,
-    weights: Sequence[Tensor] = (),
     check: Callable[[Any], None] | None = None,
 ) -> Any:
     """The outputs of the whole batch, with a graph that holds one micro-batch's activations at a time.
 
     Args:
-        pieces: the micro-batches, where the user left them; each is moved to `device` when it runs.
+        batch: the micro-batches and the modules.
         forward: the model's outputs for one micro-batch.
-        buffers: the buffers of the modules at hand; they move once, however often a forward runs.
-        device: where the model lives; None leaves the micro-batches where they are.
         activations: "recompute", "offload" or "keep".
         kept: how many of the last micro-batches keep their activations on the device all the same.
-        weights: tensors that stay on the device anyway, so that offloading leaves them out; they must not change
-            before the backward.
         check: shown the first micro-batch's outputs before the others run.
     """
+    pieces, weights = batch.pieces, parameters_of(batch.inner)
     samples = [piece.samples for piece in pieces]
     whole = sum(samples)
     outputs = []
-    staying, guard = storages(weights), Guard(weights)
-    for k, there in enumerate(ahead(pieces, device) if device is not None else pieces):
+    staying, guard = storages(weights), Guard([*weights, *tensors_of(batch.source)])
+    for k, there in enumerate(batch.there()):
         how = "keep" if k >= len(pieces) - kept or not torch.is_grad_enabled() else activations
-        with buffers.lent(pieces[k].samples / whole):
-            outputs.append(_run_one(how, forward, pieces[k], there, buffers, device, staying, guard))
-        if k == 0 and check is not None:
-            check(outputs[0])
-    guard.note()
+        with batch.buffers.lent(pieces[k].samples / whole, pieces[k].samples):
+            outputs.append(_run_one(how, batch, forward, pieces[k], there, staying, guard))
+        if k == 0 and len(pieces) > 1:
+            refuse_left_behind(batch.inner, outputs[0])
+            if check is not None:
+                check(outputs[0])
     joined = join(outputs, samples)
-    buffers.settle()
+    batch.buffers.settle()
+    guard.watch(joined)
     return joined
 
 
 def _run_one(
-    how: str,
-    forward: Forward,
-    here: Piece,
-    there: Piece,
-    buffers: Buffers,
-    device: torch.device | None,
-    staying: frozenset[int],
-    guard: Guard,
+    how: str, batch: Batch, forward: Forward, here: Piece, there: Piece, staying: frozenset[int], guard: Guard
 ) -> Any:
     if how == "keep":
         return forward(there)
@@ -87,11 +79,11 @@ def _run_one(
     first_time = [there]  # the forward takes the copy that is on the device; a recomputation fetches its own
 
     def again(_: Tensor) -> Any:
-        return forward(fresh(first_time.pop() if first_time else moved(here, device), here))
+        return forward(fresh(first_time.pop() if first_time else moved(here, batch.device), here))
 
     # The checkpoint looks at its arguments to learn which device's random numbers it has to replay.
-    anchor = torch.empty(0, device=device or "cpu")
-    contexts = nullcontext(), Replays(buffers, guard)
+    anchor = torch.empty(0, device=batch.device or "cpu")
+    contexts = nullcontext(), Replays(batch.inner, batch.buffers, guard)
     return checkpoint(again, anchor, use_reentrant=False, context_fn=lambda: contexts)
 
 
@@ -100,7 +92,7 @@ def _offloaded(staying: frozenset[int]) -> saved_tensors_hooks:
 
     def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
         if tensor.device.type == "cpu" or tensor.layout != torch.strided or _storage(tensor) in staying:
-            return tensor.device, tensor
+            return tensor.device, tensor.detach()  # the very tensor, if it is an output, would keep itself alive
         pinned = tensor.device.type == "cuda"
         there = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
         return tensor.device, there.copy_(tensor)
@@ -125,6 +117,7 @@ def saved_bytes(forward: Forward, piece: Piece, constants: Iterable[Tensor]) -> 
     held: list[Tensor] = []  # a storage that dies would hand its address to the next one
 
     def count(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # the very tensor, if it is an output, would keep itself alive
         if tensor.layout == torch.strided and _storage(tensor) not in known:
             sizes[_storage(tensor)] = tensor.untyped_storage().nbytes()
             held.append(tensor)
@@ -137,7 +130,8 @@ def saved_bytes(forward: Forward, piece: Piece, constants: Iterable[Tensor]) -> 
 
 
 def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    return frozenset(_storage(tensor) for tensor in tensors if tensor.layout == torch.strided)
+    known = (tensor for tensor in tensors if not is_lazy(tensor))
+    return frozenset(_storage(tensor) for tensor in known if tensor.layout == torch.strided)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -162,14 +156,7 @@ def fresh(piece: Piece, here: Piece) -> Piece:
     return piece._replace(inputs=map_leaves(own, piece.inputs)) if piece.inputs is here.inputs else piece
 
 
-def refuse_tied_axes(
-    pieces: Sequence[Piece],
-    forward: Forward,
-    splitter: Splitter,
-    buffers: Buffers,
-    device: torch.device | None,
-    outputs: Any,
-) -> None:
+def refuse_tied_axes(batch: Batch, forward: Forward, splitter: Splitter, outputs: Any) -> None:
     """An axis that is as long as the micro-batch might follow it (an n × n similarity), which joining would spoil.
 
     One forward over another number of samples, without gradients, decides; nothing that it moves stays moved.
@@ -177,12 +164,50 @@ def refuse_tied_axes(
     Raises:
         SplitError: an output's other axes follow the number of samples.
     """
-    size = pieces[0].samples
-    if len(pieces) == 1 or not axes_like(outputs, size):
+    pieces, size = batch.pieces, batch.pieces[0].samples
+    if not axes_like(outputs, size):
         return
     if size > 1:
         other = splitter.pieces(pieces[0].inputs, None, size - 1)[0]
     else:
         other = Piece(2, join([piece.inputs for piece in pieces[:2]], [1, 1], "inputs"), None)
-    with torch.no_grad(), preserved_rng(), buffers.replayed():
-        join([outputs, forward(fresh(moved(other, device), other))], [size, other.samples])
+    with torch.no_grad(), preserved_rng(generators_of(batch.inner)), batch.buffers.replayed():
+        join([outputs, forward(fresh(moved(other, batch.device), other))], [size, other.samples])
+
+
+def refuse_left_behind(inner: Sequence[nn.Module], outputs: Any) -> None:
+    """A term that a module keeps for the loss to pick up (a load-balance loss) would be the last micro-batch's alone.
+
+    What outputs depend on is no such term: a weight that is made anew in every forward, say.
+
+    Raises:
+        ModelError: a module holds the result of a computation that no output depends on.
+    """
+    left = [
+        (f"{type(module).__name__}.{name}", value)
+        for module in inner
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    ]
+    if not left:
+        return
+    used = nodes_behind(tensor for tensor in leaves(outputs) if isinstance(tensor, Tensor))
+    for name, value in left:
+        if value.grad_fn not in used:
+            raise ModelError(
+                "a loss on the outputs of all micro-batches was asked for",
+                f"{name} is left behind by every forward, so that the last micro-batch's would stand for the batch",
+                "return it as an output with one row a sample, or as the model's own loss",
+            )
+
+
+def nodes_behind(tensors: Iterable[Tensor]) -> set[Any]:
+    """All nodes of the graph that some tensors depend on."""
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    found: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(after for after, _ in node.next_functions if after is not None)
+    return found

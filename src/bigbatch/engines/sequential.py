@@ -23,6 +23,7 @@ def run(
     loss_of: Callable[[Piece], Tensor],
     buffers: Buffers,
     scale: Callable[[Tensor], Tensor] | None = None,
+    done: Callable[[Piece], None] | None = None,
 ) -> Tensor:
     """Runs every micro-batch and adds its weighed gradient to `.grad`; returns the batch's loss, detached, 0-d.
 
@@ -35,13 +36,14 @@ def run(
         loss_of: forward and loss of one micro-batch, a scalar.
         buffers: the buffers of the modules at hand.
         scale: multiplies a weight by the loss scale of a GradScaler.
+        done: called after each micro-batch's backward.
     """
     constant = True
     losses: list[Tensor] = []
     used: list[Tensor] = []
     seeds: dict[Count, Tensor] = {}  # even pieces have at most two different weights
     for piece, weight, share in zip(pieces, weights, shares, strict=True):
-        with buffers.lent(share) if buffers.originals else NOTHING:
+        with buffers.lent(share, piece.samples) if buffers.originals else NOTHING:
             loss = scalar(loss_of(piece))
             seed = seeds.get(weight)
             if seed is None:
@@ -49,6 +51,8 @@ def run(
             if loss.requires_grad:  # a micro-batch without a target may have a constant loss
                 loss.backward(gradient=scale(seed) if scale else seed)  # type: ignore[no-untyped-call]
                 constant = False
+            if done is not None:
+                done(piece)
         losses.append(loss.detach())
         used.append(seed)
     if constant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from bigbatch.core.split import Piece, Splitter, even_sizes
 from bigbatch.errors import BigBatchError
 from bigbatch.micro_batched import Door, MicroBatched, gathered
 from bigbatch.verifier.copies import Memo, batch_copy, copied, widened
+from bigbatch.verifier.held import Held, held, plain_tensors
 
 Gradients = dict[str, "Tensor | None"]
 Span = tuple[int, int]
@@ -27,16 +29,20 @@ Span = tuple[int, int]
 
 @dataclass
 class Bench:
-    """Copies for one run, which may spoil them. `inner` is the model inside of a wrapper."""
+    """Copies for one run, which may spoil them. `inner` is the model in a wrapper, `held` is what gradients reach."""
 
     model: Any
     inner: Any
     loss_fn: Any
     run: Any
-    modules: list[nn.Module]
+    held: Held
     inputs: Any
     targets: Any
     options: dict[str, Any]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return list(self.held.modules.values())
 
     @property
     def device(self) -> torch.device | None:
@@ -46,20 +52,24 @@ class Bench:
     def door(self) -> Door | None:
         return self.model.__dict__["_door"] if isinstance(self.model, MicroBatched) else None
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self._named("named_parameters"))
+    def parameters(self) -> dict[str, Tensor]:
+        """Parameters, and the tensors beside them that get a gradient."""
+        return self.held.trainable()
 
     def buffers(self) -> dict[str, Tensor]:
         return dict(self._named("named_buffers"))
+
+    def plain(self) -> dict[str, Tensor]:
+        return plain_tensors(self.named_modules())
 
     def named_modules(self) -> dict[str, nn.Module]:
         return dict(self._named("named_modules"))
 
     def _named(self, kind: str) -> Iterator[tuple[str, Any]]:
-        """Names as the first module gives them; those of the others begin with their class."""
-        for i, module in enumerate(self.modules):
+        """Names as the first module gives them; those of the others begin with their variable or attribute."""
+        for start, module in self.held.modules.items():
             for name, value in getattr(module, kind)():
-                yield (name if i == 0 else f"{type(module).__name__}.{name}".rstrip(".")), value
+                yield f"{start}.{name}".strip("."), value
 
 
 @dataclass(frozen=True)
@@ -95,19 +105,34 @@ class Case:
         model, loss_fn, run = (copied(value, memo) for value in (self.model, self.loss_fn, self.run))
         options = {name: copied(value, memo) for name, value in self.options.items()}
         inner = model.__dict__["_wrapped"] if isinstance(model, MicroBatched) else model
-        loss_modules = models.find_modules(*([] if loss_fn is None else [loss_fn]))
-        modules = options.get("modules") or [*models.find_modules(inner), *loss_modules]
-        modules = list(dict.fromkeys([*modules, *loss_modules]))
-        for module in modules:
+        copies = twins(self.every, memo)
+        for module in copies.modules.values():
             if self.double:
-                module._apply(widened)
+                module._apply(widened)  # type: ignore[no-untyped-call]
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.grad = None
+        for tensor in copies.loose.values():
+            tensor.grad = None
+            tensor.data = widened(tensor.data) if self.double else tensor.data
         inputs, targets = batch_copy(self.inputs, self.double), batch_copy(self.targets, self.double)
-        bench = Bench(model, inner, loss_fn, run, modules, inputs, targets, options)
+        bench = Bench(model, inner, loss_fn, run, twins(self.held, memo), inputs, targets, options)
         for edit in self.edits:
             edit(bench)
         return bench
+
+    @functools.cached_property
+    def held(self) -> Held:
+        """What gradients of the whole batch can reach among the user's own."""
+        return held(self._roots())
+
+    @functools.cached_property
+    def every(self) -> Held:
+        """The same, and what a loop of the user's alone can reach: it is copied, but not compared."""
+        return held({**self._roots(), "run": self.run})
+
+    def _roots(self) -> dict[str, Any]:
+        first = {"modules": list(self.options.get("modules") or ()), "model": self.model, "loss_fn": self.loss_fn}
+        return {**first, **{name: value for name, value in self.options.items() if name != "modules"}}
 
     @property
     def way(self) -> str:
@@ -126,9 +151,9 @@ class Case:
         return Splitter(bench.options.get("split"), models.sizes_of(models.parameters_of(inner)))
 
     def samples(self, bench: Bench) -> int:
-        return self.splitter(bench).count(*self.cut_from(bench))
+        return self.splitter(bench).count(*self._cut_from(bench))
 
-    def cut_from(self, bench: Bench) -> tuple[Any, Any]:
+    def _cut_from(self, bench: Bench) -> tuple[Any, Any]:
         """Inputs and targets as the way at hand cuts them; a wrapper sees the arguments of its call alone."""
         if bench.door is None:
             return bench.inputs, bench.targets
@@ -140,7 +165,7 @@ class Case:
         Raises:
             BigBatchError: it cannot be cut there.
         """
-        inputs, targets = self.cut_from(bench)
+        inputs, targets = self._cut_from(bench)
         splitter, sizes = self.splitter(bench), [last - first for first, last in spans]
         if self.run is None:
             return splitter.pieces(inputs, targets, self.size(bench))
@@ -152,6 +177,12 @@ class Case:
     def size(self, bench: Bench) -> int | None:
         """The micro-batch size that the doors are run with."""
         return self.micro_batch_size or (bench.door.micro_batch_size if bench.door is not None else None)
+
+
+def twins(own: Held, memo: Memo) -> Held:
+    """The copies of what gradients can reach; what was not copied is left out, and must stay as it is."""
+    modules = {name: memo[id(module)] for name, module in own.modules.items() if id(module) in memo}
+    return Held(modules, {name: memo[id(tensor)] for name, tensor in own.loose.items() if id(tensor) in memo})
 
 
 def _joined(singles: list[Piece], first: int) -> Piece:

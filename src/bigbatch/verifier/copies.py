@@ -1,7 +1,8 @@
 """Copies of everything that a proof runs, so that the user's model, loss and optimizer stay as they are.
 
 Objects are deep-copied with one memo, so that what they share stays shared. A function is rebuilt around the copies of
-the modules and optimizers that it reaches, by its closure or by names of its own file.
+what runs may change: modules, optimizers, generators and tensors that get a gradient, which it reaches by its closure,
+by its defaults or by names of its own file, also in lists, tuples and dicts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.core.tree import map_leaves
 from bigbatch.errors import ModelError
+from bigbatch.verifier.held import MANY, names_of, trainable
 
 Memo = dict[int, Any]
-STATEFUL = (nn.Module, torch.optim.Optimizer)
+STATEFUL = (nn.Module, torch.optim.Optimizer, torch.Generator)
 
 
 def copied(value: Any, memo: Memo) -> Any:
@@ -37,7 +39,9 @@ def copied(value: Any, memo: Memo) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, types.FunctionType):
-        return rebuilt(value, memo) if reaches(value, set()) else value
+        return rebuilt(value, memo) if holds(value) else value
+    if type(value) in (list, tuple, dict) and holds(value):
+        return rebuilt_container(value, memo)
     if isinstance(value, functools.partial):
         keywords = {name: copied(item, memo) for name, item in value.keywords.items()}
         return functools.partial(copied(value.func, memo), *(copied(item, memo) for item in value.args), **keywords)
@@ -52,7 +56,7 @@ def copied(value: Any, memo: Memo) -> Any:
 
 
 def reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The modules, optimizers and functions that a function's code names: in its closure, and in its own file."""
+    """What a function's code names in its closure, and what runs may change or is code among its own file's names."""
     if function.__module__ is not None and function.__module__.split(".")[0] == "torch":
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -60,38 +64,67 @@ def reached(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
     for name in names_of(function.__code__):
         value = function.__globals__.get(name)
-        if isinstance(value, STATEFUL) or getattr(value, "__globals__", None) is function.__globals__:
+        own = getattr(value, "__globals__", None) is function.__globals__
+        if own or isinstance(value, (*STATEFUL, Tensor, functools.partial, list, tuple, dict)):
             yield name, value
 
 
-def names_of(code: types.CodeType) -> set[str]:
-    inner = (names_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*inner)
+def holds(value: Any, seen: set[int] | None = None) -> bool:
+    """Whether something can be reached that a run may change: a module, an optimizer, a generator, a gradient.
 
-
-def reaches(function: types.FunctionType, seen: set[int]) -> bool:
-    """Whether a module or an optimizer can be reached from a function."""
-    if id(function) in seen:
+    >>> holds([nn.Linear(2, 1)]), holds({"rate": torch.tensor(0.1)}), holds(torch.tensor(0.1, requires_grad=True))
+    (True, False, True)
+    """
+    seen = set() if seen is None else seen
+    if isinstance(value, STATEFUL) or trainable(value):
+        return True
+    if id(value) in seen:
         return False
-    seen.add(id(function))
-    for _, value in reached(function):
-        owner = value.__self__ if isinstance(value, types.MethodType) else value
-        if isinstance(owner, STATEFUL) or (isinstance(value, types.FunctionType) and reaches(value, seen)):
-            return True
-    return False
+    seen.add(id(value))
+    inside: list[Any] = []
+    if isinstance(value, types.FunctionType):
+        inside = [*(item for _, item in reached(value)), *(value.__defaults__ or ())]
+        inside += (value.__kwdefaults__ or {}).values()
+    elif isinstance(value, types.MethodType):
+        inside = [value.__self__]
+    elif isinstance(value, functools.partial):
+        inside = [value.func, *value.args, *value.keywords.values()]
+    elif type(value) in (list, tuple, dict) and len(value) <= MANY:
+        inside = list(value.values() if isinstance(value, dict) else value)
+    return any(holds(item, seen) for item in inside)
+
+
+def twin_of(value: Any, memo: Memo) -> Any:
+    """What a copy of a function or a container holds in place of a value: the value itself where no run changes it."""
+    changes = id(value) in memo or isinstance(value, types.MethodType) or holds(value)
+    return copied(value, memo) if changes else value
+
+
+def rebuilt_container(value: Any, memo: Memo) -> Any:
+    """A list, tuple or dict around copies; a list or dict is remembered before it is filled, as it may hold itself."""
+    if isinstance(value, tuple):
+        return memo.setdefault(id(value), tuple(twin_of(item, memo) for item in value))
+    new: Any = {} if isinstance(value, dict) else []
+    memo[id(value)] = new
+    if isinstance(value, dict):
+        new.update((key, twin_of(item, memo)) for key, item in value.items())
+    else:
+        new.extend(twin_of(item, memo) for item in value)
+    return new
 
 
 def rebuilt(function: types.FunctionType, memo: Memo) -> types.FunctionType:
     """The function around copies; it is remembered before it is filled, as it may name itself."""
     cells = tuple(types.CellType() for _ in function.__closure__ or ())
     names = memo.setdefault(id(function.__globals__), dict(function.__globals__))
-    new = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
-    new.__kwdefaults__, new.__module__ = function.__kwdefaults__, function.__module__
-    memo[id(function)] = new
+    new = types.FunctionType(function.__code__, names, function.__name__, None, cells)
+    memo[id(function)], new.__module__ = new, function.__module__
+    new.__defaults__, new.__kwdefaults__ = (
+        None if values is None else twin_of(values, memo) for values in (function.__defaults__, function.__kwdefaults__)
+    )
     free = function.__code__.co_freevars
     for name, value in reached(function):
-        stateful = isinstance(value, (*STATEFUL, types.FunctionType, types.MethodType))
-        twin = copied(value, memo) if stateful else value
+        twin = twin_of(value, memo)
         if name in free:
             cells[free.index(name)].cell_contents = twin
         else:

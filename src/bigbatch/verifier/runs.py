@@ -19,6 +19,7 @@ from bigbatch.core.rng import Draws, preserved_rng
 from bigbatch.core.rules import loss_of
 from bigbatch.core.split import Piece
 from bigbatch.core.weigh import divisor, divisors, number
+from bigbatch.errors import ModelError
 from bigbatch.verifier.case import Bench, Case, Gradients, Span, generators
 from bigbatch.verifier.precision import Dtypes, InDouble, coarsest
 from bigbatch.verifier.watch import Watch
@@ -32,6 +33,7 @@ class Run:
         loss: the loss that it returned, if any.
         gradients: name -> gradient.
         buffers: name -> buffer.
+        plain: name -> tensor that a module keeps as a plain attribute.
         spans: the samples (first, last) of every forward that was seen, in order, each once.
         parts: what each micro-batch added to the gradient, where that was seen.
         moved: parameters that changed.
@@ -41,6 +43,7 @@ class Run:
     loss: float | None
     gradients: Gradients
     buffers: dict[str, Tensor]
+    plain: dict[str, Tensor] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
     parts: list[Gradients] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
@@ -102,8 +105,18 @@ def whole(case: Case, drawing: AbstractContextManager[None], seed: int = 0) -> R
     before = {name: parameter.dtype for name, parameter in bench.parameters().items()}
     with generators(seed), Dtypes() as dtypes, InDouble(case.double):
         loss = plain_loss(bench, piece, drawing, case.way == "sequential")
+        if not loss.requires_grad:
+            raise ModelError(
+                "the gradient of the whole batch was asked for",
+                f"the loss depends on nothing that requires a gradient, with gradients {grad_mode()}",
+                "unfreeze what is to be trained (requires_grad_(True)), and verify outside of torch.no_grad()",
+            )
         loss.backward()  # type: ignore[no-untyped-call]
     return record(bench, loss, dtype=coarsest([*dtypes.seen, *before.values()]))
+
+
+def grad_mode() -> str:
+    return "on" if torch.is_grad_enabled() else "switched off"
 
 
 def plain_loss(bench: Bench, piece: Piece, drawing: AbstractContextManager[None], loss_inside: bool) -> Tensor:
@@ -183,4 +196,6 @@ def record(bench: Bench, loss: Any, scale: float = 1.0, dtype: torch.dtype = tor
     if scale != 1.0:
         gradients = {name: None if g is None else g / scale for name, g in gradients.items()}
     buffers = {name: buffer.detach() for name, buffer in bench.buffers().items()}
-    return Run(float(number) if isinstance(number, int | float) else None, gradients, buffers, dtype=dtype)
+    return Run(
+        float(number) if isinstance(number, int | float) else None, gradients, buffers, bench.plain(), dtype=dtype
+    )

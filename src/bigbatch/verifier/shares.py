@@ -92,7 +92,11 @@ def shares_cause(found: Weighing, tolerance: float) -> Cause:
     if max(ratios) - min(ratios) <= 0.1 * abs(ratios[0] - 1.0):
         scale = f"the gradient is {ratios[0]:.4g} times the whole batch's ({told})"
         return Cause("wrong scale", scale, "divide by the whole batch's denominator, and only once")
-    if max(used) - min(used) <= CLOSE * abs(used[0]):
+    even = max(used) - min(used) <= CLOSE * abs(used[0])
+    if even and abs(sum(used) - sum(right)) > CLOSE * abs(sum(right)):
+        scale = f"the weights add up to {sum(used):.4g}, the whole batch's to {sum(right):.4g} ({told})"
+        return Cause("wrong scale", scale, f"divide by the whole batch's denominator, and only once; {DO}")
+    if even:
         return Cause("mean of means", f"all micro-batches weigh the same, whatever they hold ({told})", DO)
     return Cause("wrong shares", f"the same micro-batches with other weights give the whole gradient ({told})", DO)
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from bigbatch.verifier.case import Bench, tried
+from bigbatch.verifier.rounding import edited
 from bigbatch.verifier.runs import Run, Trial
 from bigbatch.verifier.verdict import Cause
 
@@ -27,10 +29,21 @@ def state_causes(trial: Trial, ours: Run, tolerance: float) -> Iterator[Cause]:
     if faults:
         shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         yield Cause("buffers", shown, "let each batch move them once, as Accumulator and MicroBatched do")
-    off = loss_difference(ours.loss, trial.whole.loss)
-    judged = trial.case.run is None and trial.whole.loss is not None and math.isfinite(trial.whole.loss)
-    if judged and off is not None and off > math.sqrt(torch.finfo(trial.whole.dtype).eps):
+    faults = list(plain_faults(trial, ours, tolerance))
+    if faults:
+        shown = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        do = "register such a tensor as a buffer, and let each batch move it once, as Accumulator and MicroBatched do"
+        yield Cause("buffers", shown, do)
+    if trial.case.run is None and loss_is_off(trial, ours):
+        off = loss_difference(ours.loss, trial.whole.loss)
         yield Cause("loss", f"the returned loss is off by {off:.1e}", "do not report it as the batch's")
+
+
+def loss_is_off(trial: Trial, ours: Run) -> bool:
+    """Whether a returned loss is off by more than rounding, where the whole batch has a finite one."""
+    finite = trial.whole.loss is not None and math.isfinite(trial.whole.loss)
+    off = loss_difference(ours.loss, trial.whole.loss)
+    return finite and off is not None and off > math.sqrt(torch.finfo(trial.whole.dtype).eps)
 
 
 def buffer_faults(before: Buffers, ours: Buffers, whole: Buffers, tolerance: float) -> Iterator[str]:
@@ -41,6 +54,33 @@ def buffer_faults(before: Buffers, ours: Buffers, whole: Buffers, tolerance: flo
         fault = buffer_fault(name, before.get(name, whole[name]), ours[name], whole[name], tolerance)
         if fault is not None:
             yield fault
+
+
+def plain_faults(trial: Trial, ours: Run, tolerance: float) -> Iterator[str]:
+    """The same for plain attributes, of those whose values one batch hands on to the next (a moving average).
+
+    What every forward makes anew (a cache of its last outputs) is no state of the training.
+    """
+    before, whole = trial.bench.plain(), trial.whole.plain
+    for name, start in before.items():
+        left, right = ours.plain.get(name), whole.get(name)
+        if left is None or right is None or not start.shape == left.shape == right.shape:
+            continue
+        fault = buffer_fault(f"{name} (a plain attribute)", start, left, right, tolerance)
+        if fault is not None and handed_on(trial, name, right):
+            yield fault
+
+
+def handed_on(trial: Trial, name: str, ended: Tensor) -> bool:
+    """Whether an attribute ends elsewhere when it starts elsewhere."""
+
+    def shift(bench: Bench) -> None:
+        tensor = bench.plain()[name]
+        tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor + 1)
+
+    shifted = tried(lambda: trial.repeated(edited(trial.case, shift)))
+    end = None if shifted is None else shifted.plain.get(name)
+    return end is None or not torch.equal(end, ended)
 
 
 def buffer_fault(name: str, before: Tensor, ours: Tensor, whole: Tensor, tolerance: float) -> str | None:

@@ -43,7 +43,7 @@ class Verdict:
 
     Attributes:
         equal: the gradients differ by no more than rounding explains, and buffers and weights end where they should;
-            so does the loss that a door returns (what a loop of the user's returns is shown, but not judged).
+            so does the loss that a door returns (what a loop of the user's returns is noted, not judged).
         difference: ||ours - whole|| / ||whole|| over all gradients together; infinite where one is missing.
         bound: how large that may become by rounding alone.
         loss_difference: the same for the loss; None where nothing was returned.

@@ -22,7 +22,7 @@ from bigbatch.verifier.case import Case, chosen_size
 from bigbatch.verifier.causes import Setting, causes_of, quiet
 from bigbatch.verifier.rounding import Rounding, edited, rounding_of
 from bigbatch.verifier.runs import Run, Trial
-from bigbatch.verifier.state import loss_difference, state_causes
+from bigbatch.verifier.state import loss_difference, loss_is_off, named, state_causes
 from bigbatch.verifier.verdict import Cause, Verdict
 from bigbatch.windows import Window
 
@@ -110,6 +110,8 @@ def judged(trial: Trial, ours: Run, notes: list[str]) -> Verdict:
         notes = [*notes, f"the model computes in {trial.whole.dtype} inside, also as a float64 copy"]
     if trial.whole.loss is not None and not math.isfinite(trial.whole.loss):
         notes = [*notes, f"the whole batch's own loss is {trial.whole.loss}, so no loss was compared with it"]
+    if trial.case.run is not None:
+        notes = [*notes, *loop_notes(trial, ours, difference <= rounding.bound)]
     name, off = worst(ours.gradients, trial.whole.gradients)
     return Verdict(
         equal=difference <= rounding.bound and not state,
@@ -127,6 +129,15 @@ def judged(trial: Trial, ours: Run, notes: list[str]) -> Verdict:
         condition=rounding.condition,
         notes=tuple(notes),
     )
+
+
+def loop_notes(trial: Trial, ours: Run, right: bool) -> Iterator[str]:
+    """What is no fault of a loop's gradient, but should be known."""
+    if right and loss_is_off(trial, ours):
+        yield f"the loop returned {ours.loss:.6g}, but the loss of the whole batch is {trial.whole.loss:.6g}"
+    inner = models.inner_modules(trial.bench.modules)
+    if any(isinstance(value, torch.Generator) for module in inner for value in vars(module).values()):
+        yield "judged with shared numbers, also where the model draws from a generator of its own"
 
 
 def tolerance_of(rounding: Rounding, difference: float) -> float:
@@ -184,27 +195,32 @@ def refuse(model: Any, inputs: Any, micro_batch_size: int | None, run: Any, opti
 
 @contextmanager
 def untouched(case: Case) -> Iterator[None]:
-    """Nothing may reach the user's own parameters past the copies.
+    """Nothing may reach the user's own parameters and tensors past the copies; their `.grad` waits aside meanwhile.
 
     Raises:
-        ModelError: something did; what it put into `.grad` is taken out again.
+        ModelError: something did.
     """
-    inner = case.model.__dict__["_wrapped"] if isinstance(case.model, MicroBatched) else case.model
-    sources = [source for source in (inner, case.loss_fn, case.run) if source is not None]
-    modules = [*models.find_modules(*sources), *(case.options.get("modules") or ())]
-    parameters = models.parameters_of(models.inner_modules(modules))
-    before = [(p, p.grad, p._version, None if p.grad is None else p.grad._version) for p in parameters]
-    yield
-    touched = [
-        p
-        for p, grad, version, of_grad in before
-        if p.grad is not grad or p._version != version or (grad is not None and grad._version != of_grad)
-    ]
+    own = {id(tensor): (name, tensor) for name, tensor in case.every.trainable().items()}
+    before = [(name, tensor, tensor.grad, tensor._version) for name, tensor in own.values()]
+    for _, tensor, *_ in before:
+        tensor.grad = None
+    failed: Exception | None = None
+    try:
+        yield
+    except BigBatchError:
+        raise
+    except Exception as error:  # a graph of the user's own cannot be run twice, which is no help to read
+        failed = error
+    finally:
+        touched = [name for name, tensor, _, version in before if tensor.grad is not None or tensor._version != version]
+        for _, tensor, gradient, _ in before:
+            tensor.grad = gradient
     if touched:
-        for parameter, grad, *_ in before:
-            parameter.grad = grad
         raise ModelError(
             "a proof on copies of the model was asked for",
-            f"{len(touched)} parameters of the model itself were used instead",
-            "have functions take the model as an argument, or name it by a variable of the same file",
-        )
+            f"{len(touched)} parameters of the model itself or tensors beside it were used instead ({named(touched)})",
+            "have functions take the model as an argument, name it by a variable of the same file, and compute what "
+            "depends on such a tensor inside of them",
+        ) from failed
+    if failed is not None:
+        raise failed

@@ -14,6 +14,7 @@ from bigbatch.core.rng import Draws
 from bigbatch.core.split import Piece
 from bigbatch.core.tree import leaves
 from bigbatch.verifier.case import Bench, Gradients, Span
+from bigbatch.verifier.generators import OwnNumbers
 from bigbatch.verifier.precision import InDouble
 
 
@@ -24,11 +25,13 @@ class Watch:
         self.bench, self.draws, self.samples, self.double = bench, draws, samples, double
         self.spans: list[Span] = []
         self.held: list[Gradients] = []
+        self.own: dict[Span, OwnNumbers] = {}
 
     @contextmanager
     def around(self, piece: Piece) -> Iterator[None]:
         self._note((piece.first, piece.first + piece.samples))
-        with InDouble(self.double), self.draws.replay(*self.spans[-1]):
+        own = self.own.setdefault(self.spans[-1], OwnNumbers())
+        with InDouble(self.double), self.draws.replay(*self.spans[-1]), own.again():
             yield
 
     @contextmanager

@@ -71,7 +71,8 @@ class Buffers:
     def replayed(self) -> Iterator[None]:
         """A forward that is run again: it starts where the first one did, and what it leaves is thrown away."""
         current = {i: self._held(i) for i in range(len(self.originals))}
-        self._place((i, clone(self.before.get(i, original))) for i, original in enumerate(self.originals))
+        clones = [(i, clone(self.before.get(i, original))) for i, original in enumerate(self.originals)]
+        self._place(clones)  # none is placed if memory runs out for one of them
         try:
             yield
         finally:

@@ -164,14 +164,14 @@ class Accumulator:
                 shown.append(outputs)
             return of(outputs, piece, totals)
 
-        def show(piece: Piece) -> None:
-            if on_outputs is not None:  # once the backward is through, nobody minds what it does to them
-                on_outputs(detached(shown.pop()), piece.targets)
+        def show(piece: Piece) -> None:  # once the backward is through, nobody minds what happens to the outputs
+            cast(Callable[[Any, Any], object], on_outputs)(detached(shown.pop()), piece.targets)
 
         whole = sum(piece.samples for piece in batch.pieces)
         shares = [piece.samples / whole for piece in batch.pieces]
         run = self._inside(loss_of, batch.device)
-        loss = sequential.run(batch.there(), weights, shares, run, batch.buffers, self._scale(), show)
+        done = None if on_outputs is None else show
+        loss = sequential.run(batch.there(), weights, shares, run, batch.buffers, self._scale(), done)
         return loss, denominator
 
     def _joint(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> Tensor:

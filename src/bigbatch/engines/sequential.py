@@ -73,7 +73,7 @@ def weighed_sum(losses: list[Tensor], weights: list[Tensor]) -> Tensor:
     loss = torch.stack(losses)
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()
-    if all(weight is weights[0] for weight in weights):
+    if len(set(map(id, weights))) == 1:
         return loss.sum() * weights[0].to(loss.dtype)
     weight = torch.stack(weights).to(loss.dtype)
     return torch.where(weight == 0, 0.0, loss * weight).sum()

@@ -162,7 +162,9 @@ class Accumulator:
             outputs = models.call(self.model, piece.inputs, extra)
             if on_outputs is not None:
                 shown.append(outputs)
-            return of(outputs, piece, totals)
+            if rule.terms is not None:
+                rule.refuse_other_samples(outputs, piece.samples)
+            return of(outputs, piece.targets, totals)
 
         def show(piece: Piece) -> None:  # once the backward is through, nobody minds what happens to the outputs
             cast(Callable[[Any, Any], object], on_outputs)(detached(shown.pop()), piece.targets)

@@ -29,8 +29,8 @@ class KnownLoss:
             micro-batch without any target gives 0. "mean": `loss` gives a mean over count_k things; the share of the
             micro-batch is count_k / sum(count_k). "total": the loss is a plain sum (reduction="sum"); nothing is
             divided, and `count` gives the samples.
-        loss: `loss(outputs, targets)` of one micro-batch in that form, a 0-d tensor. Raises LossError where outputs
-            and targets have shapes with which the loss does not add up over samples.
+        loss: `loss(outputs, targets)` of one micro-batch in that form, a 0-d tensor; a third argument is ignored. Raises
+            LossError where outputs and targets have shapes with which the loss does not add up over samples.
         count: `count(targets, samples)` of one micro-batch or of the whole batch, before any forward: an int, or a
             0-d tensor without a host sync. Raises LossError where the targets are not what the loss needs.
         terms: `terms(outputs)`: how many samples the outputs really hold, for losses whose targets do not tell (the
@@ -43,7 +43,7 @@ class KnownLoss:
     name: str
     unit: str
     form: str
-    loss: Callable[[Any, Any], Tensor]
+    loss: Callable[..., Tensor]
     count: Callable[[Any, int], int | float | Tensor]
     terms: Callable[[Any], int] | None = None
     copies: Callable[[Any, Any], int] | None = None
@@ -172,13 +172,15 @@ def _form(entry: Entry, reduction: str) -> str:
     return "sum" if entry.kind == "tokens" or reduction == "batchmean" else "mean"
 
 
-def _in_form(entry: Entry, loss_fn: Any, denominator: Denominator, reduction: str) -> Callable[[Any, Any], Tensor]:
+def _in_form(entry: Entry, loss_fn: Any, denominator: Denominator, reduction: str) -> Call:
     """The loss of one micro-batch in its form; a mean over nothing is 0, as the sum is."""
     total = _call(_summed(loss_fn))
     chosen = _call(loss_fn) if _form(entry, reduction) == "mean" else total
 
-    def loss(outputs: Any, targets: Any) -> Tensor:
-        arguments: Sequence[Any] = arguments_of(entry.order, outputs, targets)
+    def loss(outputs: Any, targets: Any, _totals: Any = None) -> Tensor:
+        arguments: Sequence[Any] = (
+            (outputs, targets) if entry.order == "two" else arguments_of(entry.order, outputs, targets)
+        )
         denominator.check(arguments)
         return (chosen if arguments[0].numel() else total)(*arguments)
 

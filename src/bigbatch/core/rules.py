@@ -50,15 +50,15 @@ class Rule:
     terms: Callable[[Any], int] | None = None
     copies: Callable[[Any, Any], int] | None = None
 
-    def for_batch(self) -> Callable[[Any, Piece, Any], Tensor]:
-        """`of(outputs, piece, totals)`, the loss of one micro-batch, for the micro-batches of one batch."""
+    def for_batch(self) -> Callable[[Any, Any, Any], Tensor]:
+        """`of(outputs, targets, totals)`, the loss of one micro-batch, for the micro-batches of one batch."""
         copies, seen = self.copies, 0
         if copies is None:
-            return self.of
+            return self.loss
 
-        def of(outputs: Any, piece: Piece, totals: Any) -> Tensor:
+        def of(outputs: Any, targets: Any, totals: Any) -> Tensor:
             nonlocal seen
-            loss, found = self.of(outputs, piece, totals), copies(outputs, piece.targets)
+            loss, found = self.loss(outputs, targets, totals), copies(outputs, targets)
             if found and seen and found != seen:
                 raise LossError(
                     "a mean over elements was asked for",
@@ -71,15 +71,14 @@ class Rule:
 
         return of
 
-    def of(self, outputs: Any, piece: Piece, totals: Any) -> Tensor:
-        """The loss of one micro-batch, by itself."""
-        if self.terms is not None and self.terms(outputs) != piece.samples:
+    def refuse_other_samples(self, outputs: Any, samples: int) -> None:
+        """LossError where the outputs hold another number of samples than the micro-batch."""
+        if self.terms is not None and self.terms(outputs) != samples:
             raise LossError(
                 "a loss that is a mean over samples was asked for",
-                f"the model returned {self.terms(outputs)} samples for a micro-batch of {piece.samples}",
+                f"the model returned {self.terms(outputs)} samples for a micro-batch of {samples}",
                 "wrap the loss in a function of your own, which is run once on the whole batch",
             )
-        return self.loss(outputs, piece.targets, totals)
 
 
 class RuleNow:
@@ -136,12 +135,10 @@ def rule_for(model: Any, loss_fn: Callable[..., Tensor] | None, reduction: Any) 
 
 
 def _known(known: KnownLoss) -> Rule:
-    def loss(outputs: Any, targets: Any, _totals: Any) -> Tensor:
-        return known.loss(outputs, targets)
+    def count(_inputs: Any, targets: Any, samples: int) -> Any:
+        return known.count(targets, samples)
 
-    return Rule(
-        known.form, lambda _, targets, samples: known.count(targets, samples), loss, nothing, known.terms, known.copies
-    )
+    return Rule(known.form, count, known.loss, nothing, known.terms, known.copies)
 
 
 def _stated(loss_fn: Callable[..., Tensor], outputs: Any, targets: Any, _totals: Any) -> Tensor:

@@ -44,7 +44,9 @@ def run(
     seeds: dict[Count, Tensor] = {}  # even pieces have at most two different weights
     for piece, weight, share in zip(pieces, weights, shares, strict=True):
         with buffers.lent(share, piece.samples) if buffers.originals else NOTHING:
-            loss = scalar(loss_of(piece))
+            loss = loss_of(piece)
+            if type(loss) is not Tensor or loss.dim():
+                loss = scalar(loss)
             seed = seeds.get(weight)
             if seed is None:
                 seed = seeds[weight] = weight_like(weight, loss)

@@ -29,8 +29,8 @@ class KnownLoss:
             micro-batch without any target gives 0. "mean": `loss` gives a mean over count_k things; the share of the
             micro-batch is count_k / sum(count_k). "total": the loss is a plain sum (reduction="sum"); nothing is
             divided, and `count` gives the samples.
-        loss: `loss(outputs, targets)` of one micro-batch in that form, a 0-d tensor; a third argument is ignored. Raises
-            LossError where outputs and targets have shapes with which the loss does not add up over samples.
+        loss: `loss(outputs, targets)` of one micro-batch in that form, a 0-d tensor; a third argument is ignored.
+            Raises LossError where outputs and targets have shapes with which the loss does not add up over samples.
         count: `count(targets, samples)` of one micro-batch or of the whole batch, before any forward: an int, or a
             0-d tensor without a host sync. Raises LossError where the targets are not what the loss needs.
         terms: `terms(outputs)`: how many samples the outputs really hold, for losses whose targets do not tell (the

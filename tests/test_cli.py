@@ -18,6 +18,7 @@ import bigbatch.cli
 from bigbatch.cli import application, main
 from bigbatch.recipes import extras
 from bigbatch.training.loop import Watcher
+from bigbatch.training.trial import Trial
 
 OWN = """
 import torch
@@ -39,6 +40,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.setattr("bigbatch.cli.train.tried", lambda note: Trial(why_not="this is a test"))
     return tmp_path
 
 
@@ -75,7 +77,13 @@ def test_help_and_version() -> None:
 def test_train_a_built_in_recipe_and_end_with_the_table() -> None:
     result = invoke("train", "digits", "--max-steps", "2", "--batch-size", "70", "--micro-batch-size", "32")
     assert result.exit_code == 0, result.output
-    for words in ("70 samples", "peak memory, one whole batch", "gradient off by, usual loop by hand", "chart.png"):
+    for words in (
+        "not tried: this is a test",
+        "70 samples",
+        "peak memory, one whole batch",
+        "gradient off by, usual loop by hand",
+        "chart.png",
+    ):
         assert words in result.output
     settings = json.loads(Path("runs/digits/run.json").read_text())["settings"]
     assert (settings["batch_size"], settings["micro_batch_size"], settings["max_steps"]) == (70, 32, 2)
@@ -88,6 +96,20 @@ def test_train_a_users_own_file_into_fresh_folders() -> None:
         assert result.exit_code == 0, result.output
         assert len((Path(folder) / "metrics.csv").read_text().splitlines()) == 2
     assert "peak memory, one whole batch" not in result.output
+    assert "tried for real" not in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--memory", "1MiB"], ["--micro-batch-size", "auto"], ["--memory", "0.5"]])
+def test_train_with_a_size_that_is_chosen(arguments: list[str]) -> None:
+    result = invoke("train", "mine.py", *arguments)
+    assert result.exit_code == 0, result.output
+    assert ("chosen for" in result.output) == (arguments[0] == "--memory")
+    assert ("chosen by what fits" in result.output) == (arguments[0] != "--memory")
+    report = json.loads(Path("runs/own/run.json").read_text())
+    assert report["settings"]["micro_batch_size"] == "auto"
+    assert report["settings"]["memory"] == (arguments[1] if arguments[0] == "--memory" else None)
+    assert report["tuner"]["windows"] == 1
+    assert "micro_batch_size,retries" in Path("runs/own/metrics.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -99,6 +121,10 @@ def test_train_a_users_own_file_into_fresh_folders() -> None:
         (["train", "digits", "--batch-size", "0"], "batch_size=0 was asked for"),
         (["train", "digits", "--micro-batch-size", "-3"], "micro_batch_size=-3 was asked for"),
         (["verify", "digits", "--micro-batch-size", "0"], "micro_batch_size=0 was asked for"),
+        (["train", "digits", "--micro-batch-size", "many"], "micro_batch_size='many' was asked for"),
+        (["train", "digits", "--memory", "much"], "memory='much' was asked for"),
+        (["train", "digits", "--memory", "1GiB", "--micro-batch-size", "8"], "together with micro_batch_size=8"),
+        (["train", "mine.py", "--memory", "200"], "weights take 84 B, gradients 84 B and 168 B are kept"),
         (["train", "digits", "--precision", "xyz"], "precision='xyz' was asked for"),
         (["train", "digits", "--max-steps", "0"], "max_steps=0 was asked for"),
         (["train", "digits", "--lr", "nan"], "lr=nan was asked for"),
@@ -177,13 +203,14 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines() -> None:
         console = Console(record=True, force_terminal=terminal, width=120, file=io.StringIO())
         with watched(console) as watcher:
             assert isinstance(watcher, Watcher)
-            watcher.update(Update(1, 1, 10, 0.5, 0.1, 3, 2**20, 99.0), 4)
-            watcher.update(Update(2, 1, 10, 0.25, 0.1, 3, None, 99.0), 4)
+            watcher.update(Update(1, 1, 10, 0.5, 0.1, 3, 4, 0, 2**20, 99.0), 4)
+            watcher.update(Update(2, 1, 10, 0.25, 0.1, 3, 4, 2, None, 99.0), 4)
             watcher.metrics(1, {"accuracy": 0.5})
         shown[terminal] = console.export_text()
     for text in shown.values():
         assert all(
-            word in text for word in ("loss 0.2500", "99 samples/s", "3 micro-batches", "1.00 MiB", "accuracy 0.5")
+            word in text
+            for word in ("loss 0.2500", "99 samples/s", "3 micro-batches of 4", "2 that did not fit", "accuracy 0.5")
         )
     assert "2/4" in shown[True]
 
@@ -210,3 +237,13 @@ def test_the_version_is_known_even_without_an_installation(monkeypatch: pytest.M
 
     monkeypatch.setattr(bigbatch.cli, "version", missing)
     assert invoke("--version").output.strip() == "bigbatch (not installed)"
+
+
+@pytest.mark.parametrize("activations", ["None", "'recompute'"])
+def test_verify_judges_an_automatic_size_with_one_that_splits(activations: str) -> None:
+    text = OWN.replace('name="own"', f'name="own", activations={activations}')
+    Path("auto.py").write_text(text.replace('"micro_batch_size": 4', '"micro_batch_size": "auto"'), encoding="utf-8")
+    for arguments in ([], ["--micro-batch-size", "auto"]):
+        result = invoke("verify", "auto.py", *arguments)
+        assert result.exit_code == 0, result.output
+        assert "micro_batch_size=4 was chosen" in result.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,12 @@ from bigbatch.training.folder import fresh
 from bigbatch.training.log import Update
 from bigbatch.training.loop import Result, Watcher
 from bigbatch.training.memory import peak_bytes_of
+from bigbatch.training.ours import Ours, Used, by_bigbatch
 from bigbatch.training.proof import prove
 from bigbatch.training.setup import first_and_last
+from bigbatch.training.trial import Trial, tried
 from bigbatch.training.ways import (
     Job,
-    by_bigbatch,
     by_hand,
     copied,
     cuts,
@@ -261,7 +263,11 @@ def test_the_table_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> Non
 
     job = job_of(small(), CPU)
     first, last = first_and_last(small(), Settings(batch_size=8))
-    monkeypatch.setattr(proof, "by_bigbatch", lambda job, size, around=None: by_hand(job, size, 3, around))
+
+    def wrong(job: Job, size: int, around: Any = None, memory: Any = None) -> Ours:
+        return Ours(by_hand(job, size, 3, around), lambda: Used(3, 3, 0), dict)
+
+    monkeypatch.setattr(proof, "by_bigbatch", wrong)
     found = prove(job, first, last, 3, None)
     assert found.difference is not None and found.difference > 1e-3
 
@@ -375,6 +381,10 @@ def test_rows_leave_alone_what_has_none() -> None:
     [
         {"batch_size": 0},
         {"micro_batch_size": -1},
+        {"micro_batch_size": "some"},
+        {"memory": "much"},
+        {"memory": "1.5"},
+        {"memory": 0},
         {"epochs": 0},
         {"max_steps": 0},
         {"lr": -0.1},
@@ -420,3 +430,126 @@ def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
         fresh(tmp_path / "file")
     with pytest.raises(OptionError, match="Not a directory"):
         fresh(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("name", ["small", "joined"])
+def test_an_automatic_run_under_a_budget_writes_what_it_used(name: str, tmp_path: Path) -> None:
+    recipe = small(64) if name == "small" else replace(pairs(64), activations="recompute")
+    result = run(recipe, tmp_path, memory="4KiB", batch_size=64, epochs=6)
+    lines, report = written(tmp_path), json.loads((tmp_path / "run.json").read_text())
+    sizes = [int(line["micro_batch_size"]) for line in lines]
+    pieces = [int(line["micro_batches"]) for line in lines]
+    assert sizes[0] < 64  # the whole batch needs more than 4 KiB
+    assert [math.ceil(64 / size) for size in sizes] == pieces
+    assert {line["retries"] for line in lines} == ({"0"} if name == "small" else {""})
+    assert report["settings"]["micro_batch_size"] == "auto"
+    assert report["settings"]["memory"] == "4KiB"
+    assert report["micro_batch_size"] == sizes[-1]
+    assert report["tuner"]["windows"] == 6
+    assert report["tuner"]["seen"][-1]["size"] == sizes[-1]
+    assert report["proof"]["automatic"] and report["proof"]["budget"]["bytes"] == 4096
+    assert report["proof"]["difference"] < 1e-12
+    assert "samples, chosen for 4.00 KiB" in str(result)
+    assert "micro-batch, last update" in str(result)
+
+
+def test_an_automatic_run_has_the_losses_of_any_other(tmp_path: Path) -> None:
+    for name, asked in {"auto": {"memory": "4KiB"}, "free": {"micro_batch_size": "auto"}, "number": {}}.items():
+        run(small(), tmp_path / name, proof=False, **asked)
+    losses = {name: [float(line["loss"]) for line in written(tmp_path / name)] for name in ("auto", "free", "number")}
+    assert losses["auto"] == pytest.approx(losses["number"], rel=1e-5)
+    assert losses["free"] == pytest.approx(losses["number"], rel=1e-5)
+    assert losses["number"] != pytest.approx([0.0] * 6, rel=1e-5)
+    assert [int(line["micro_batch_size"]) for line in written(tmp_path / "number")] == [3, 3, 2] * 2
+    assert int(written(tmp_path / "free")[0]["micro_batch_size"]) == 8  # no limit is known: the whole batch comes first
+
+
+def test_a_budget_that_weights_and_optimizer_fill_is_refused(tmp_path: Path) -> None:
+    """67 numbers of 4 bytes, their gradients and two moments each: 1072 bytes before the first sample."""
+    assert sum(p.numel() for p in small().model.parameters()) == 67
+    with pytest.raises(OptionError, match="memory=1072 was asked for.*weights take 268 B"):
+        run(small(loss_fn=nn.CrossEntropyLoss()), tmp_path, memory=1072)
+    assert run(small(loss_fn=nn.CrossEntropyLoss()), tmp_path, memory=1073, proof=False, max_steps=1).updates == 1
+
+
+def test_the_table_says_whether_the_counted_peak_kept_to_the_budget() -> None:
+    job = job_of(small(64), CPU)
+    batch = first_and_last(small(64), Settings(batch_size=64))
+    for memory, exceeded in {"1200": True, "1MiB": False}.items():
+        proof = prove(job, *batch, "auto", None, memory)
+        assert proof.budget is not None
+        total = proof.run_peak_bytes + proof.budget.weights + proof.budget.optimizer
+        assert (total > proof.budget.bytes) == exceeded
+        assert ("EXCEEDED" in str(proof)) == exceeded
+    assert "memory budget" not in str(prove(job, *batch, 3, None))
+    assert "chosen by what fits" in str(prove(job, *batch, "auto", None))
+
+
+def test_an_automatic_size_needs_activations_that_are_recomputed(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="activations='keep' was asked for with an automatic size"):
+        run(pairs(), tmp_path, micro_batch_size="auto")
+
+
+def test_a_budget_and_a_number_put_each_other_aside() -> None:
+    defaults = {"micro_batch_size": 64, "memory": "1GiB"}
+    assert decide({"micro_batch_size": 64}, {}).micro_batch_size == 64
+    assert decide({"micro_batch_size": 64}, {"memory": "2GiB", "micro_batch_size": "auto"}).memory == "2GiB"
+    assert decide(defaults, {}).micro_batch_size == "auto"
+    asked = decide(defaults, {"micro_batch_size": 5})
+    assert (asked.micro_batch_size, asked.memory) == (5, None)
+    with pytest.raises(OptionError, match="memory='2GiB' was asked for together with micro_batch_size=5"):
+        decide({}, {"memory": "2GiB", "micro_batch_size": 5})
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="a memory limit needs Linux")
+def test_the_whole_batch_is_really_refused_and_micro_batches_really_fit() -> None:
+    said: list[str] = []
+    trial = tried(said.append)
+    assert trial.why_not is None, trial.why_not
+    assert "can't allocate memory" in (trial.refusal or "")
+    assert trial.retries is not None and trial.retries >= 1
+    assert trial.micro_batch_size is not None and trial.micro_batch_size < trial.samples / 2
+    assert list(trial.rows()) == ["tried for real, one whole batch", "tried for real, automatic size"]
+    assert all("\n" not in line for line in said) and len(said) == 3
+
+
+@pytest.mark.parametrize(
+    ("found", "why_not"),
+    [
+        ({"micro_batch_size": 8000, "retries": 0}, "the limit was large enough for the whole batch"),
+        ({"refusal": "no"}, "the limit was too small for the smallest micro-batch"),
+    ],
+)
+def test_a_limit_that_shows_nothing_is_said_to(
+    found: dict[str, Any], why_not: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import bigbatch.training.trial as module
+
+    monkeypatch.setattr(module.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(module, "_in_a_child", lambda trial: found)
+    trial = tried(lambda text: None)
+    assert trial.rows() == {"tried for real": f"not tried: {why_not}"}
+
+
+@pytest.mark.parametrize("fault", ["system", "interpreter", "silence"])
+def test_a_trial_that_cannot_be_made_stops_nobody(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bigbatch.training.trial as module
+
+    if fault == "system":
+        monkeypatch.setattr(module.platform, "system", lambda: "Darwin")
+    else:
+        monkeypatch.setattr(module.platform, "system", lambda: "Linux")
+        program = "/no/such/python" if fault == "interpreter" else "true"
+        monkeypatch.setattr(module.sys, "executable", program)
+    said: list[str] = []
+    trial = tried(said.append)
+    assert trial.why_not is not None and trial.refusal is None
+    assert "not tried" in said[-1]
+
+
+def test_a_trial_is_kept_with_the_rest(tmp_path: Path) -> None:
+    recipe = small()
+    trial = Trial(refusal="no", micro_batch_size=500, retries=2)
+    result = train(recipe, decide(recipe.defaults, {"max_steps": 1, "proof": False}), tmp_path, trial=trial)
+    assert "tried for real, automatic size" in str(result)
+    assert json.loads((tmp_path / "run.json").read_text())["trial"]["retries"] == 2

@@ -754,3 +754,19 @@ def test_the_verdict_is_a_table_and_json() -> None:
     assert "NOT equal" in text and "Higham" in text and "cause: mean of means" in text and "terms" in text
     plain = json.loads(json.dumps(verdict.to_dict(), allow_nan=False))
     assert plain["equal"] is False and plain["causes"][0]["name"] == "mean of means" and plain["dtype"] == "float64"
+
+
+@pytest.mark.parametrize("size", ["auto", 20])
+def test_a_wrapper_whose_size_splits_nothing_is_judged_with_a_chosen_one(size: Any) -> None:
+    model = MicroBatched(mlp(nn.Dropout(0.3)), size)
+    verdict = verify(model, contrastive, *classes())
+    assert verdict.equal
+    assert any("micro_batch_size=4 was chosen" in note for note in verdict.notes)
+    assert model._door.micro_batch_size == size
+    assert model._door.sizer.tuner.windows == 0  # it was a copy that ran
+
+
+def test_a_wrapper_with_an_automatic_size_is_found_out_too() -> None:
+    verdict = verify(MicroBatched(mlp(Centred()), "auto"), contrastive, *classes())
+    assert not verdict.equal
+    assert verify(MicroBatched(mlp(Centred()), "auto"), contrastive, *classes(1)).notes  # one sample: nothing is split

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from bigbatch.core import models
 from bigbatch.core.batch import Batch
 from bigbatch.core.buffers import Buffers
-from bigbatch.core.gradients import Border, added_at_once, detached
+from bigbatch.core.gradients import Border, added_at_once, detached, once
 from bigbatch.core.join import join
 from bigbatch.core.losses import call_loss
 from bigbatch.core.move import to_device
 from bigbatch.core.own_loss import OwnLoss
-from bigbatch.core.rules import Rule, RuleNow, weigh
-from bigbatch.core.split import Piece, Splitter, check_size
+from bigbatch.core.rules import Rule, RuleNow, refuse_plain_function, weigh
+from bigbatch.core.split import Piece, Splitter
 from bigbatch.engines import recompute, sequential
-from bigbatch.errors import OptionError
+from bigbatch.fit.need import Place, need_of
+from bigbatch.fit.sizer import Shown, Sizer, check_auto
 from bigbatch.terms import StepReport
 from bigbatch.windows import in_a_row, items_of
 
@@ -37,7 +38,11 @@ class Accumulator:
         model: a module, or a plain function that returns the loss (then `loss_fn=None`, and `reduction` is stated).
         loss_fn: `loss_fn(outputs, targets)` returns a scalar. The losses of `torch.nn` and `torch.nn.functional` are
             known by their denominators. None: the model returns its own loss, as Hugging Face models do.
-        micro_batch_size: samples in one micro-batch; None runs a batch in one piece and a window as delivered.
+        micro_batch_size: samples in one micro-batch; None runs a batch in one piece and a window as delivered;
+            "auto" goes down inside the batch at hand when memory runs out, up again later, and settles on the fastest
+            size that fits. The gradient does not depend on it; which dropout masks are drawn does.
+        memory: the budget of "auto", for weights, gradients, optimizer state and activations: bytes, "2GiB", or a
+            fraction of the device as a float. It guides and refuses nothing. None: what CUDA has free; the CPU's all.
         reduction: "auto", "mean" (over samples), "sum", or `count(inputs, targets)`, the denominator of one
             micro-batch: a number, a 0-d tensor or a dict of them. The counts of the batch are summed before any
             forward and handed on: `loss_fn(outputs, targets, count)` divides its sums by them.
@@ -52,8 +57,7 @@ class Accumulator:
     Raises:
         BigBatchError: an option, a batch, a loss or a model that would need a guess. No `.grad` has changed then.
 
-    Source: the equation is that of section 3 of the design; Hugging Face's account of how mean losses go wrong under
-    accumulation is at https://huggingface.co/blog/gradient_accumulation.
+    Source: how mean losses go wrong under accumulation, https://huggingface.co/blog/gradient_accumulation.
 
     >>> _ = torch.manual_seed(0)
     >>> model, loss_fn = nn.Linear(4, 3), nn.CrossEntropyLoss()
@@ -71,7 +75,8 @@ class Accumulator:
         model: Callable[..., Any],
         loss_fn: Callable[..., Tensor] | None,
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | str | None = "auto",
+        memory: int | str | float | None = None,
         reduction: str | Callable[..., Any] = "auto",
         batch_norm: str = "exact",
         split: Any = None,
@@ -81,7 +86,8 @@ class Accumulator:
         modules: Iterable[nn.Module] | None = None,
     ) -> None:
         models.check_option("batch_norm", batch_norm, models.BATCH_NORM_MODES)
-        check_size(micro_batch_size)
+        check_auto(micro_batch_size, memory)
+        self.sizer = Sizer(memory) if micro_batch_size == "auto" else None
         self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
         self.batch_norm, self.autocast, self.scaler, self.grad_dtype = batch_norm, autocast, scaler, grad_dtype
         self.modules = list(modules) if modules is not None else models.find_modules(model, loss_fn)
@@ -96,7 +102,7 @@ class Accumulator:
         count = reduction if callable(reduction) else None
         asked = self.rule is None and loss_fn is None
         self.own_loss = OwnLoss(model, self.modules, self.splitter, count) if asked else None
-        self._refuse_plain_function(reduction)
+        refuse_plain_function(model, loss_fn, reduction, self.modules)
 
     def backward(
         self, inputs: Any, targets: Any = None, *, on_outputs: Callable[[Any, Any], object] | None = None
@@ -118,28 +124,52 @@ class Accumulator:
         """
         start, self.rule = time.perf_counter(), self.rule_now()
         inner = models.inner_modules(self.modules)
-        parameters = models.parameters_of(inner)
-        device = models.device_of(parameters)
+        place = Place(inner, models.device_of(models.parameters_of(inner)))
+        delivered = items_of(inputs, targets, paired=self.loss_fn is not None)
+        size, retries = self.micro_batch_size, 0
+        if not isinstance(size, str):
+            loss, facts = self._attempt(delivered, place, on_outputs, size)
+        else:
+            need, shown = need_of(delivered, self.splitter, place, self.batch_norm), Shown(on_outputs)
+            sizer = cast(Sizer, self.sizer)
+            (loss, facts), retries = sizer.run(lambda n: self._attempt(delivered, place, shown.again(), n), need)
+            shown.hand_on()
+        self.report = StepReport(**facts, retries=retries, seconds=time.perf_counter() - start)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learnt about micro-batch sizes, ready for JSON; empty where the size was given."""
+        return {} if self.sizer is None else self.sizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` returned."""
+        if self.sizer is not None and state:
+            self.sizer.load_state_dict(state)
+
+    def _attempt(
+        self, delivered: Items, place: Place, on_outputs: OnOutputs, size: int | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The batch's loss, and facts for the report, by micro-batches of one size; an error leaves all as it was."""
+        inner, device = place.inner, place.device
         adds_up = self.rule is not None or self.own_loss is not None  # otherwise one backward runs through it all
-        border = Border(items_of(inputs, targets, paired=self.loss_fn is not None), adds_up)
-        pieces = in_a_row([self.splitter.pieces(*item, self.micro_batch_size) for item in border.items])
+        border = Border(list(delivered), adds_up or self.sizer is not None)
+        pieces = in_a_row([self.splitter.pieces(*item, size) for item in border.items])
         batch = Batch([part for item in border.items for part in item], pieces, inner, Buffers(inner), device)
         models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
-        trained = [*parameters, *self.loose, *border.trained()]
-        with batch.buffers.put_back_on_error(), added_at_once(trained, self.grad_dtype):
+        trained = [*models.parameters_of(inner), *self.loose, *border.trained()]
+        held = batch.buffers.put_back_on_error()
+        with held, once(lambda: border.used_up), added_at_once(trained, self.grad_dtype):
             loss, denominator = self._run(batch, border.items, on_outputs)
-            border.backward()
             batch.buffers.settle()
-        sizes = [piece.samples for piece in batch.pieces]
-        self.report = StepReport(
-            samples=sum(sizes),
-            micro_batches=len(sizes),
-            micro_batch_size=max(sizes, default=0),
-            denominator=denominator,
-            peak_bytes=models.peak_bytes(device),
-            seconds=time.perf_counter() - start,
-        )
-        return loss
+            border.backward()
+        sizes = [piece.samples for piece in pieces]
+        return loss, {
+            "samples": sum(sizes),
+            "micro_batches": len(sizes),
+            "micro_batch_size": max(sizes, default=0),
+            "denominator": denominator,
+            "peak_bytes": models.peak_bytes(device),
+        }
 
     def _run(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
         """The batch's loss, and its denominator where it has one that bigbatch knows."""
@@ -217,16 +247,3 @@ class Accumulator:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(device.type if device is not None else "cpu", dtype=self.autocast)
-
-    def _refuse_plain_function(self, reduction: Any) -> None:
-        if isinstance(self.model, nn.Module) or self.loss_fn is not None and self.modules:
-            return
-        asked = f"{getattr(self.model, '__name__', type(self.model).__name__)} was given as the model"
-        if reduction == "auto" and self.loss_fn is None:
-            raise OptionError(
-                asked,
-                "a plain function that returns the loss, whose denominator nobody stated",
-                'pass reduction="mean", "sum" or a function count(inputs, targets)',
-            )
-        if not self.modules:
-            raise OptionError(asked, "no module behind it", "name the modules that it trains: modules=[...]")

@@ -39,6 +39,10 @@ class ModelError(BigBatchError, ValueError):
     """A model cannot be run in micro-batches with the gradient of the whole batch."""
 
 
+class MicroBatchTooLarge(BigBatchError, RuntimeError):
+    """The smallest micro-batch that can be run does not fit into memory."""
+
+
 class RecipeError(BigBatchError, ValueError):
     """A recipe cannot be found, read or run."""
 

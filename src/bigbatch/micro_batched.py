@@ -9,15 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bigbatch.core import models
+from bigbatch.core.arguments import gathered, spread
 from bigbatch.core.batch import Batch
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.rng import preserved_rng
-from bigbatch.core.split import Piece, Splitter, check_size
+from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.units import parse_bytes
-from bigbatch.engines import recompute
+from bigbatch.engines import recompute, replayed
+from bigbatch.errors import OptionError
+from bigbatch.fit.need import Place, need_of
+from bigbatch.fit.oom import is_out_of_memory, let_go
+from bigbatch.fit.sizer import Sizer, check_auto
 
 OWN = frozenset({"_wrapped", "_door", "forward"})
 
@@ -27,24 +32,26 @@ class Door:
     """How one model is run in micro-batches.
 
     Attributes:
-        micro_batch_size: samples in one micro-batch.
+        micro_batch_size: samples in one micro-batch, or "auto".
         activations: "recompute", "offload" or "keep".
         keep_bytes: memory to spend on keeping the activations of the last micro-batches; None for no more than needed.
         batch_norm: "exact" or "local".
         splitter: cuts the arguments of a call.
         modules: the model, and modules that it holds in plain attributes.
+        sizer: chooses the size where it is automatic.
         around: what a proof puts around the forward of a micro-batch.
         checked: micro-batch sizes whose outputs are known to be joinable.
         sample_bytes: bytes that the backward of one sample keeps, once measured.
         told: notices that were given already.
     """
 
-    micro_batch_size: int
+    micro_batch_size: int | str
     activations: str
     keep_bytes: int | None
     batch_norm: str
     splitter: Splitter
     modules: list[nn.Module]
+    sizer: Sizer
     around: Callable[[Piece], Any] | None = None
     checked: set[int] = field(default_factory=set)
     sample_bytes: float | None = None
@@ -53,10 +60,31 @@ class Door:
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs for the whole batch."""
         inputs = gathered(args, kwargs)
-        pieces = self.splitter.pieces(inputs, None, self.micro_batch_size)
-        if not pieces:
-            return model(*args, **kwargs)
         inner = models.inner_modules(self.modules)
+        if not isinstance(self.micro_batch_size, str):
+            return self._attempt(model, inputs, inner, self.micro_batch_size)
+        place = Place(inner, models.device_of(models.parameters_of(inner)))
+        need = need_of([(inputs, None)], self.splitter, place, self.batch_norm)
+
+        def too_large(size: int) -> None:
+            self.sizer.tuner = self.sizer.tuner.failed(size, need.cost)
+
+        tries = replayed.Tries(too_large, is_out_of_memory, let_go)
+        return self.sizer.run(lambda size: self._attempt(model, inputs, inner, size, tries), need)[0]
+
+    def _attempt(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        inner: list[nn.Module],
+        micro_batch_size: int,
+        tries: replayed.Tries | None = None,
+    ) -> Any:
+        """The outputs from micro-batches of one size; with `tries`, a backward that runs out of memory goes smaller."""
+        pieces = self.splitter.pieces(inputs, None, micro_batch_size)
+        positional, keywords = spread(inputs)
+        if not pieces:
+            return model(*positional, **keywords)
         models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
 
         def forward(piece: Piece) -> Any:
@@ -66,7 +94,8 @@ class Door:
             with self.around(piece):
                 return model(*positional, **keywords)
 
-        device = models.device_of(models.parameters_of(inner))
+        parameters = models.parameters_of(inner)
+        device = models.device_of(parameters)
         batch = Batch([inputs], pieces, inner, Buffers(inner), device)
         size = pieces[0].samples
         check = (
@@ -75,7 +104,11 @@ class Door:
             else functools.partial(recompute.refuse_tied_axes, batch, forward, self.splitter)
         )
         kept = 1 if len(pieces) == 1 else self._kept(batch, forward)
-        outputs = recompute.run(batch, forward, self.activations, kept, check)
+        with batch.buffers.put_back_on_error():
+            if tries is not None and torch.is_grad_enabled():
+                outputs = replayed.run(batch, forward, parameters, self.splitter, tries, kept=kept, check=check)
+            else:
+                outputs = recompute.run(batch, forward, self.activations, kept, check)
         self.checked.add(size)
         return outputs
 
@@ -99,7 +132,10 @@ class MicroBatched(nn.Module):
 
     Args:
         model: any module whose output tensors have the samples first.
-        micro_batch_size: samples in one micro-batch.
+        micro_batch_size: samples in one micro-batch; "auto" goes down inside the call, or inside its backward, when
+            memory runs out, and up again later. Its activations are recomputed; derivatives of second order need a
+            number.
+        memory: the budget of "auto", as in `Accumulator`.
         activations: what happens to a micro-batch's activations until its backward: "recompute" (one more forward),
             "offload" (moved to the host) or "keep" (nothing).
         keep_bytes: memory, as a number or such as "2GiB", in which the last micro-batches keep their activations
@@ -124,8 +160,9 @@ class MicroBatched(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        micro_batch_size: int = 32,
+        micro_batch_size: int | str = "auto",
         *,
+        memory: int | str | float | None = None,
         activations: str = "recompute",
         keep_bytes: int | str | None = None,
         batch_norm: str = "exact",
@@ -134,13 +171,21 @@ class MicroBatched(nn.Module):
         models.check_option("activations", activations, recompute.ACTIVATIONS)
         models.check_option("batch_norm", batch_norm, models.BATCH_NORM_MODES)
         models.refuse_parallel([model])
-        check_size(micro_batch_size)
+        check_auto(micro_batch_size, memory)
+        if micro_batch_size == "auto" and activations != "recompute":
+            raise OptionError(
+                f"activations={activations!r} was asked for with an automatic size",
+                "a backward that may have to go smaller has to run its forward again",
+                "pass a micro_batch_size, or leave activations out",
+            )
         budget = None if keep_bytes is None else parse_bytes(keep_bytes, "keep_bytes")
         splitter = Splitter(split, models.sizes_of(model.parameters()))
         # The model's own __setattr__ would be asked, so the two fields of the wrapper are laid past it.
         self.__dict__["_wrapped"] = model
         modules = models.find_modules(model)
-        self.__dict__["_door"] = Door(micro_batch_size, activations, budget, batch_norm, splitter, modules)
+        self.__dict__["_door"] = Door(
+            micro_batch_size, activations, budget, batch_norm, splitter, modules, Sizer(memory)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._door.run(self._wrapped, args, kwargs)
@@ -183,29 +228,6 @@ def restored(model: nn.Module, door: Door) -> MicroBatched:
     wrapper = MicroBatched.__new__(MicroBatched)
     wrapper.__dict__.update(_wrapped=model, _door=door)
     return wrapper
-
-
-def gathered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as one batch: a tensor, a tuple of arguments, or a mapping by position and keyword."""
-    if kwargs and args:
-        return {**dict(enumerate(args)), **kwargs}
-    if kwargs:
-        return kwargs
-    return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
-
-
-def spread(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call again.
-
-    >>> spread(gathered((1, 2), {"mask": 3}))
-    ((1, 2), {'mask': 3})
-    """
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if isinstance(inputs, tuple):
-        return inputs, {}
-    positional = tuple(value for key, value in inputs.items() if isinstance(key, int))
-    return positional, {key: value for key, value in inputs.items() if isinstance(key, str)}
 
 
 def affordable(samples: list[int], sample_bytes: float, budget: int) -> int:

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bigbatch.cli.options import BatchSize, MicroBatchSize, RecipeName, Seed
+from bigbatch.cli.options import BatchSize, Memory, MicroBatchSize, RecipeName, Seed, size
 from bigbatch.recipes import load
 from bigbatch.training import decide, train
 from bigbatch.training.folder import fresh
 from bigbatch.training.screen import watched
+from bigbatch.training.trial import RECIPE, tried
 
 INTERRUPTED = 130
 
@@ -21,6 +22,7 @@ def command(
     recipe: RecipeName,
     batch_size: BatchSize = None,
     micro_batch_size: MicroBatchSize = None,
+    memory: Memory = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training data.")] = None,
     lr: Annotated[float | None, typer.Option(help="The learning rate to start from.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.")] = None,
@@ -35,7 +37,8 @@ def command(
     """Train a recipe: big batches, micro-batch by micro-batch. What is not given is as the recipe says."""
     asked = {
         "batch_size": batch_size,
-        "micro_batch_size": micro_batch_size,
+        "micro_batch_size": size(micro_batch_size),
+        "memory": memory,
         "epochs": epochs,
         "lr": lr,
         "precision": precision,
@@ -50,7 +53,8 @@ def command(
     console = Console()
     with watched(console) as watcher:
         folder = fresh(out if out is not None else Path("runs") / job.name)
-        result = train(job, settings, folder, watcher)
+        trial = tried(watcher.note) if settings.proof and recipe == RECIPE else None
+        result = train(job, settings, folder, watcher, trial)
     typer.echo(f"\n{result}\n\nwritten to {folder}: {', '.join(sorted(item.name for item in folder.iterdir()))}")
     if result.stopped:
         raise typer.Exit(INTERRUPTED)

@@ -7,13 +7,15 @@ import json
 import torch
 import typer
 
-from bigbatch.cli.options import BatchSize, Json, MicroBatchSize, RecipeName, Seed
+from bigbatch.cli.options import BatchSize, Json, MicroBatchSize, RecipeName, Seed, size
 from bigbatch.micro_batched import MicroBatched
 from bigbatch.recipes import load
 from bigbatch.terms import Recipe
 from bigbatch.training.settings import Settings, decide
 from bigbatch.training.setup import first_and_last
 from bigbatch.verifier import Verdict, verify
+
+AUTO = 8  # an automatic size is judged on a batch that is small enough for this one
 
 
 def command(
@@ -24,7 +26,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Compare a recipe's gradient with that of one whole batch, in float64. Ends with code 0 if they are equal."""
-    asked = {"micro_batch_size": micro_batch_size, "batch_size": batch_size, "seed": seed}
+    asked = {"micro_batch_size": size(micro_batch_size), "batch_size": batch_size, "seed": seed}
     decide({}, asked)
     job = load(recipe, seed)
     settings = decide(job.defaults, asked)
@@ -40,7 +42,8 @@ def small_batch(settings: Settings, samples: int) -> int:
     >>> small_batch(Settings(batch_size=500, micro_batch_size=64), 1437)
     193
     """
-    return min(settings.batch_size, 3 * settings.micro_batch_size + 1, samples)
+    number = settings.micro_batch_size
+    return min(settings.batch_size, 3 * (number if isinstance(number, int) else AUTO) + 1, samples)
 
 
 def verdict_of(recipe: Recipe, settings: Settings) -> Verdict:
@@ -48,8 +51,8 @@ def verdict_of(recipe: Recipe, settings: Settings) -> Verdict:
     recipe.model.train()
     torch.manual_seed(settings.seed)
     (inputs, targets), _ = first_and_last(recipe, settings)
-    size = settings.micro_batch_size
+    number = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None  # None: one is chosen
     if recipe.activations is not None:
-        wrapped = MicroBatched(recipe.model, size, activations=recipe.activations)
-        return verify(wrapped, recipe.loss_fn, inputs, targets, micro_batch_size=size)
-    return verify(recipe.model, recipe.loss_fn, inputs, targets, micro_batch_size=size, reduction=recipe.reduction)
+        wrapped = MicroBatched(recipe.model, settings.micro_batch_size, activations=recipe.activations)
+        return verify(wrapped, recipe.loss_fn, inputs, targets, micro_batch_size=number)
+    return verify(recipe.model, recipe.loss_fn, inputs, targets, micro_batch_size=number, reduction=recipe.reduction)

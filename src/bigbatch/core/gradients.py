@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from bigbatch.core.tree import leaves, map_leaves
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+ONCE = "_bigbatch_happens_once"
 Hooks = Mapping[int, Callable[[Any], Any]]
 
 
@@ -24,7 +25,7 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
     Hooks of the parameters see the batch's gradient once, as they do when the whole batch runs backward: one that
     clips, or steps an optimizer, does what it was written for. An error inside leaves every `.grad` as it was: the
     same tensors with the same values. With `grad_dtype`, gradients of low-precision parameters are kept and added up
-    in that dtype (`Tensor.grad_dtype` of PyTorch).
+    in that dtype (`Tensor.grad_dtype` of PyTorch). Hooks happen once: an error from the first of them on is marked.
     """
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
     copies: list[tuple[Tensor, Tensor]] = []
@@ -36,16 +37,14 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
     try:
         with _set_aside(hooked):
             yield
-        for parameter, before, _ in hooked:
-            _changed_by(before, parameter)
-        arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None}
-        for parameter, gradient in held:
-            if gradient is not None:
-                copies += [(gradient, gradient.clone())] if hooked else []  # a hook that fails takes it back
-                parameter.grad = _sum(gradient, parameter.grad)
-        for parameter, _, after in hooked:
-            for hook in list(after.values()) if parameter in arrived else ():
-                hook(parameter)
+        with once(lambda: bool(hooked)):
+            for parameter, before, _ in hooked:
+                _changed_by(before, parameter)
+            arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None}
+            _add(held, copies)
+            for parameter, _, after in hooked:
+                for hook in list(after.values()) if parameter in arrived else ():
+                    hook(parameter)
     except BaseException:
         for parameter, gradient in held:
             parameter.grad = None
@@ -56,6 +55,21 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
             for gradient, copy in copies:
                 gradient.copy_(copy)
         raise
+
+
+@contextmanager
+def once(has_begun: Callable[[], bool]) -> Iterator[None]:
+    """Marks an error that comes when code of the user's has begun that cannot be taken back: nobody tries again."""
+    try:
+        yield
+    except BaseException as error:
+        if has_begun():
+            error.__dict__[ONCE] = True
+        raise
+
+
+def is_to_be_tried_again(error: BaseException) -> bool:
+    return not error.__dict__.get(ONCE, False)
 
 
 def hooks_of(parameter: Tensor) -> tuple[Hooks, Hooks]:
@@ -87,12 +101,20 @@ def _changed_by(hooks: Hooks, parameter: Tensor) -> None:
 
 
 @torch.no_grad()
-def _sum(held: Tensor, new: Tensor | None) -> Tensor:
-    if new is None:
-        return held
-    if held.layout != torch.strided or held.dtype != new.dtype:
-        return held + new
-    return held.add_(new)
+def _add(held: Sequence[tuple[Tensor, Tensor | None]], copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Adds what has arrived to what was held, and notes copies by which all of it can be taken back."""
+    for parameter, gradient in held:
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+    for parameter, gradient in held:
+        total = parameter.grad
+        if gradient is None or total is None or total is gradient:
+            continue
+        if gradient.layout == total.layout == torch.strided and gradient.dtype == total.dtype:
+            copies.append((gradient, gradient.clone()))
+            gradient.copy_(total)
+            copies[-1] = gradient, total.copy_(copies[-1][1])  # no more than one copy takes memory of its own
+            parameter.grad = gradient
 
 
 class Border:
@@ -104,6 +126,7 @@ class Border:
 
     def __init__(self, items: list[tuple[Any, Any]], cut_off: bool = True) -> None:
         self.leaves: dict[int, tuple[Tensor, Tensor]] = {}
+        self.used_up = False  # whether the graph in front has begun to run backward
         self.items = items
         if cut_off and any(carries_a_graph(part) for item in items for part in item):
             self.items = [
@@ -124,8 +147,14 @@ class Border:
         return [tensor for tensor, _ in self.leaves.values() if tensor.is_leaf]
 
     def backward(self) -> None:
+        """Hands on what the leaves gathered; a graph in front of the model is run backward, which uses it up."""
         pairs = [(tensor, leaf.grad) for tensor, leaf in self.leaves.values() if leaf.grad is not None]
+        for tensor, gradient in pairs:
+            if tensor.is_leaf:
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+        pairs = [pair for pair in pairs if not pair[0].is_leaf]
         if pairs:
+            self.used_up = True
             torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 

@@ -134,6 +134,21 @@ def rule_for(model: Any, loss_fn: Callable[..., Tensor] | None, reduction: Any) 
     return Rule("counted", functools.partial(_counted, reduction), loss_fn)
 
 
+def refuse_plain_function(model: Any, loss_fn: Any, reduction: Any, modules: Sequence[nn.Module]) -> None:
+    """A plain function cannot be asked what its loss is divided by, and shows its modules only if they are found."""
+    if isinstance(model, nn.Module) or (loss_fn is not None and modules):
+        return
+    asked = f"{getattr(model, '__name__', type(model).__name__)} was given as the model"
+    if reduction == "auto" and loss_fn is None:
+        raise OptionError(
+            asked,
+            "a plain function that returns the loss, whose denominator nobody stated",
+            'pass reduction="mean", "sum" or a function count(inputs, targets)',
+        )
+    if not modules:
+        raise OptionError(asked, "no module behind it", "name the modules that it trains: modules=[...]")
+
+
 def _known(known: KnownLoss) -> Rule:
     def count(_inputs: Any, targets: Any, samples: int) -> Any:
         return known.count(targets, samples)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import torch
 
 from bigbatch.recipes.extras import require
 from bigbatch.terms import Recipe, table
+from bigbatch.training.budget import budget_of
 from bigbatch.training.charts import draw
 from bigbatch.training.log import Record, Update, recorded
 from bigbatch.training.memory import peak_bytes_of
 from bigbatch.training.proof import Proof, prove
 from bigbatch.training.settings import Settings
 from bigbatch.training.setup import AUTOCAST, Parts, accelerator_for, first_and_last, pair, prepared
+from bigbatch.training.trial import Trial
 from bigbatch.training.ways import Job, job_of, samples_of
 
 PACKAGES = ("accelerate", "matplotlib", "safetensors", "tensorboard")
@@ -41,6 +42,9 @@ class Result:
         proof: the closing table; None where it was not asked for.
         stopped: whether it was interrupted.
         seconds: wall time of training alone.
+        micro_batch_size: the last update's; None where there was none.
+        tuner: what was learnt about micro-batch sizes; empty where the size was given.
+        trial: the whole batch, tried for real before; None where it was not asked for.
     """
 
     recipe: str
@@ -53,6 +57,9 @@ class Result:
     proof: Proof | None
     stopped: bool
     seconds: float
+    micro_batch_size: int | None = None
+    tuner: Mapping[str, Any] = field(default_factory=dict)
+    trial: Trial | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The same for machines, ready for JSON."""
@@ -62,12 +69,18 @@ class Result:
             "settings": asdict(self.settings),
             "metrics": dict(self.metrics),
             "proof": None if self.proof is None else self.proof.to_dict(),
+            "tuner": dict(self.tuner),
+            "trial": None if self.trial is None else self.trial.to_dict(),
         }
 
     def __str__(self) -> str:
         rows = {name.replace("_", " "): f"{value:.4g}" for name, value in self.metrics.items()}
         rows["updates"] = f"{self.updates} in {self.seconds:.1f} s"
-        return table({**rows, **(self.proof.rows() if self.proof is not None else {})})
+        if self.settings.micro_batch_size == "auto" and self.micro_batch_size is not None:
+            rows["micro-batch, last update"] = f"at most {self.micro_batch_size} samples, chosen by speed"
+        for part in (self.proof, self.trial):
+            rows |= part.rows() if part is not None else {}
+        return table(rows)
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,9 @@ class Watcher:
     note: Callable[[str], None] = lambda text: None
 
 
-def train(recipe: Recipe, settings: Settings, out: Path, watcher: Watcher | None = None) -> Result:
+def train(
+    recipe: Recipe, settings: Settings, out: Path, watcher: Watcher | None = None, trial: Trial | None = None
+) -> Result:
     """Trains the recipe and writes metrics.csv, tensorboard/, model.safetensors, chart.png and run.json.
 
     Args:
@@ -93,6 +108,7 @@ def train(recipe: Recipe, settings: Settings, out: Path, watcher: Watcher | None
         settings: see `decide`.
         out: an empty folder, see `fresh`.
         watcher: is told what happens meanwhile.
+        trial: what was tried before, to be kept with the rest.
 
     Returns:
         how the run ended. An interruption (Ctrl-C) ends it early; what was learnt so far is kept.
@@ -107,6 +123,8 @@ def train(recipe: Recipe, settings: Settings, out: Path, watcher: Watcher | None
     watcher = watcher or Watcher()
     accelerator = accelerator_for(settings, out)
     job = job_of(recipe, accelerator.device)
+    if (budget := budget_of(job, settings.memory)) is not None:
+        budget.refuse_too_small(settings.memory)
     set_seed(settings.seed)
     proof = _proof(recipe, settings, job, watcher) if settings.proof else None
     set_seed(settings.seed)  # with or without a proof, the run draws the same numbers
@@ -126,8 +144,9 @@ def train(recipe: Recipe, settings: Settings, out: Path, watcher: Watcher | None
         accelerator.end_training()
     seconds = time.perf_counter() - start
     position = parts.scheduler.scheduler.last_epoch if parts.scheduler is not None else None
-    loss = updates[-1].loss if updates else None
-    result = Result(recipe.name, out, settings, len(updates), position, loss, metrics, proof, stopped, seconds)
+    loss, size = (updates[-1].loss, updates[-1].micro_batch_size) if updates else (None, None)
+    learnt = (size, parts.way.state(), trial)
+    result = Result(recipe.name, out, settings, len(updates), position, loss, metrics, proof, stopped, seconds, *learnt)
     _keep(result, job, updates)
     return result
 
@@ -138,7 +157,8 @@ def _proof(recipe: Recipe, settings: Settings, job: Job, watcher: Watcher) -> Pr
     job.model.train()
     first, last = first_and_last(recipe, settings)
     try:
-        return prove(job, first, last, settings.micro_batch_size, AUTOCAST[settings.precision])
+        size, autocast = settings.micro_batch_size, AUTOCAST[settings.precision]
+        return prove(job, first, last, size, autocast, settings.memory)
     except (RuntimeError, TypeError) as error:
         watcher.note(f"no closing table: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         return None
@@ -184,9 +204,9 @@ def _update(parts: Parts, settings: Settings, step: int, epoch: int, inputs: Any
         parts.scheduler.step()
     parts.optimizer.zero_grad()
     samples, number = samples_of((inputs, targets)), loss.item()
-    micro_batches = math.ceil(samples / settings.micro_batch_size)
     per_second = samples / max(time.perf_counter() - start, 1e-9)
-    return Update(step, epoch, samples, number, lr, micro_batches, peak, per_second)
+    used = parts.way.used()
+    return Update(step, epoch, samples, number, lr, **vars(used), peak_bytes=peak, samples_per_s=per_second)
 
 
 def _keep(result: Result, job: Job, updates: list[Update]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from bigbatch.core.rng import Draws, preserved_rng
 from bigbatch.core.tree import map_leaves
 from bigbatch.core.units import format_bytes
 from bigbatch.terms import table
+from bigbatch.training.budget import Budget, budget_of
 from bigbatch.training.memory import counted_how, free_bytes, peak_bytes_of
+from bigbatch.training.ours import Used, by_bigbatch
 from bigbatch.training.ways import (
     Job,
     Way,
-    by_bigbatch,
     by_hand,
     copied,
     loss_of,
@@ -35,6 +36,8 @@ from bigbatch.training.ways import (
 
 Gradients = dict[str, Tensor | None]
 Batch = tuple[Any, Any]
+Memory = int | str | float | None
+ROUNDS = 3  # an automatic size is a careful guess, then one of growth, and from the third on rests on two that counted
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class Proof:
         last_batch: samples of the last batch of the epoch, where it is smaller than the others.
         last_hand_difference: of the usual loop's gradient on it: it goes on to divide by a full batch's pieces.
         unfollowed: random operators whose numbers could not be repeated, so that differences prove nothing.
+        automatic: whether the micro-batch size was chosen; the largest of the first choices is the one in the table.
+        budget: what it was chosen for, where a budget was stated.
     """
 
     batch: int
@@ -66,6 +71,8 @@ class Proof:
     last_batch: int | None = None
     last_hand_difference: float | None = None
     unfollowed: tuple[str, ...] = ()
+    automatic: bool = False
+    budget: Budget | None = None
 
     def rows(self) -> dict[str, str]:
         """Names and values as a person reads them."""
@@ -73,11 +80,13 @@ class Proof:
         share = f" ({self.run_peak_bytes / whole:.0%} of it)" if whole else ""
         rows = {
             "batch": f"{self.batch} samples",
-            "micro-batch": f"{self.micro_batches} of at most {self.micro_batch} samples",
+            "micro-batch": f"{self.micro_batches} of at most {self.micro_batch} samples{self._chosen()}",
             "peak memory, one whole batch": "not run: too large for this machine" if not whole else format_bytes(whole),
             "peak memory, this run": format_bytes(self.run_peak_bytes) + share,
             "how memory was counted": self.counted,
         }
+        if self.budget is not None:
+            rows["memory budget"] = self.budget.row(self.run_peak_bytes)
         if self.difference is not None and self.hand_difference is not None:
             rows["gradient off by, this run"] = f"{self.difference:.1e} (relative, float64)"
             rows["gradient off by, usual loop by hand"] = percent(self.hand_difference)
@@ -89,7 +98,12 @@ class Proof:
 
     def to_dict(self) -> dict[str, Any]:
         """The same for machines."""
-        return dict(vars(self))
+        return {**vars(self), "budget": None if self.budget is None else self.budget.to_dict()}
+
+    def _chosen(self) -> str:
+        if self.budget is not None:
+            return f", chosen for {format_bytes(self.budget.bytes)}"
+        return ", chosen by what fits" if self.automatic else ""
 
     def __str__(self) -> str:
         return table(self.rows())
@@ -104,41 +118,71 @@ def percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def prove(job: Job, first: Batch, last: Batch, micro_batch_size: int, autocast: torch.dtype | None) -> Proof:
+def prove(
+    job: Job,
+    first: Batch,
+    last: Batch,
+    micro_batch_size: int | str,
+    autocast: torch.dtype | None,
+    memory: Memory = None,
+) -> Proof:
     """Measures both ways on copies of the job; weights, gradients and random numbers stay as they were.
 
     Args:
         job: model and loss, on the device of the run.
         first: a batch of full size, as `(inputs, targets)`.
         last: the last batch of an epoch.
-        micro_batch_size: the most samples that the run holds at once.
+        micro_batch_size: the most samples that the run holds at once, or "auto".
         autocast: the precision in which memory is counted; None leaves it to the weights.
+        memory: the budget of "auto".
     """
-    samples = samples_of(first)
-    micro_batches = math.ceil(samples / micro_batch_size)
     with preserved_rng(), torch.autocast(job.device.type, autocast, enabled=autocast is not None):
-        own = copied(job)
-        _, run_peak = peak_bytes_of(lambda: by_bigbatch(own, micro_batch_size)(*first), job.device)
-    proof = Proof(samples, math.ceil(samples / micro_batches), micro_batches, counted_how(job.device), run_peak)
+        used, run_peak = _measured(copied(job), first, micro_batch_size, memory)
+    proof = Proof(
+        batch=samples_of(first),
+        micro_batch=used.micro_batch_size,
+        micro_batches=used.micro_batches,
+        counted=counted_how(job.device),
+        run_peak_bytes=run_peak,
+        automatic=micro_batch_size == "auto",
+        budget=budget_of(job, memory),
+    )
     # Float64 takes twice the bytes; a batch that might drive the machine to its knees is not tried.
-    if 2 * run_peak * micro_batches > free_bytes(job.device):
+    if 2 * run_peak * used.micro_batches > free_bytes(job.device):
         return proof
     with preserved_rng(), torch.autocast(job.device.type, autocast, enabled=autocast is not None):
         own = copied(job)
         _, whole_peak = peak_bytes_of(lambda: whole_batch(own)(*first), job.device)
-    found = _differences(job, first, last, micro_batch_size)
-    return Proof(**{**vars(proof), "whole_peak_bytes": whole_peak, **found})
+    by_hand_size = used.micro_batch_size if isinstance(micro_batch_size, str) else micro_batch_size
+    double = None if proof.budget is None else 2 * proof.budget.bytes  # numbers in float64 are twice as long
+    found = _differences(job, first, last, by_hand_size, (micro_batch_size, double))
+    return replace(proof, whole_peak_bytes=whole_peak, **found)
 
 
-def _differences(job: Job, first: Batch, last: Batch, micro_batch_size: int) -> dict[str, Any]:
+def _measured(own: Job, batch: Batch, micro_batch_size: int | str, memory: Memory) -> tuple[Used, int]:
+    """The largest micro-batch and the highest peak of this run's way, over the first rounds of an automatic size."""
+    way = by_bigbatch(own, micro_batch_size, memory=memory)
+    uses: list[Used] = []
+    peaks: list[int] = []
+    for _ in range(ROUNDS if micro_batch_size == "auto" else 1):
+        for parameter in named_parameters(own).values():
+            parameter.grad = None
+        peaks.append(peak_bytes_of(lambda: way(*batch), own.device)[1])
+        uses.append(way.used())
+    return max(uses, key=lambda used: used.micro_batch_size), max(peaks)
+
+
+def _differences(
+    job: Job, first: Batch, last: Batch, by_hand_size: int, our_size: tuple[int | str, Memory]
+) -> dict[str, Any]:
     """The differences of a `Proof`, in float64 (on the CPU where the device has none)."""
     wide = copied(job, torch.float64, torch.device("cpu") if job.device.type == "mps" else job.device)
     samples, last_samples = samples_of(first), samples_of(last)
     draws = Draws()
-    hand = by_hand(wide, micro_batch_size, math.ceil(samples / micro_batch_size), around=draws.replay)
+    hand = by_hand(wide, by_hand_size, math.ceil(samples / by_hand_size), around=draws.replay)
     batch = widened(first)
     right = whole_gradients(wide, batch, draws)
-    ours = by_bigbatch(wide, micro_batch_size, around=draws.replay)
+    ours = by_bigbatch(wide, our_size[0], around=draws.replay, memory=our_size[1])
     found = {
         "difference": off(wide, ours, batch, right),
         "hand_difference": off(wide, hand, batch, right),

@@ -23,11 +23,13 @@ def metrics_line(epoch: int, metrics: Mapping[str, float]) -> str:
 def update_line(update: Update, peak_bytes: int | None) -> str:
     """One update, with the last peak that was counted.
 
-    >>> update_line(Update(1, 1, 500, 2.3, 0.1, 8, None, 1234.5), 2**20)
-    'loss 2.3000, 1234 samples/s, 8 micro-batches, peak 1.00 MiB'
+    >>> update_line(Update(1, 1, 500, 2.3, 0.1, 8, 63, 0, None, 1234.5), 2**20)
+    'loss 2.3000, 1234 samples/s, 8 micro-batches of 63, peak 1.00 MiB'
     """
+    size = f"{update.micro_batches} micro-batches of {update.micro_batch_size}"
+    retries = f" after {update.retries} that did not fit" if update.retries else ""
     peak = "" if peak_bytes is None else f", peak {format_bytes(peak_bytes)}"
-    return f"loss {update.loss:.4f}, {update.samples_per_s:.0f} samples/s, {update.micro_batches} micro-batches{peak}"
+    return f"loss {update.loss:.4f}, {update.samples_per_s:.0f} samples/s, {size}{retries}{peak}"
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_co
 
 from bigbatch.errors import ModelError, OptionError, RecipeError
 from bigbatch.terms import Recipe
+from bigbatch.training.ours import Ours, by_bigbatch
 from bigbatch.training.settings import Settings
-from bigbatch.training.ways import Job, Way, by_bigbatch, named_parameters
+from bigbatch.training.ways import Job, named_parameters
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -26,7 +27,7 @@ class Parts:
     Attributes:
         accelerator: the `accelerate.Accelerator`.
         job: model and loss.
-        way: `way(inputs, targets)` adds the whole batch's gradient and returns its loss.
+        way: `way(inputs, targets)` adds the whole batch's gradient and returns its loss; knows how it did that.
         parameters: all that is trained, to be clipped together.
         optimizer: Accelerate's; it knows whether a step was skipped.
         scheduler: Accelerate's, or None.
@@ -35,7 +36,7 @@ class Parts:
 
     accelerator: Any
     job: Job
-    way: Way
+    way: Ours
     parameters: list[nn.Parameter]
     optimizer: Any
     scheduler: Any
@@ -119,5 +120,6 @@ def prepared(recipe: Recipe, settings: Settings, job: Job, accelerator: Any) -> 
     scheduler = recipe.scheduler(optimizer, updates) if recipe.scheduler is not None else None
     model, optimizer, scheduler = accelerator.prepare(job.model, optimizer, scheduler)
     own = Job(model, job.loss_fn, job.reduction, job.activations, job.device)
-    way = by_bigbatch(own, settings.micro_batch_size, accelerator.scaler, accelerator.backward)
+    size, memory = settings.micro_batch_size, settings.memory
+    way = by_bigbatch(own, size, accelerator.scaler, accelerator.backward, memory=memory)
     return Parts(accelerator, own, way, parameters, optimizer, scheduler, loader)

@@ -1,4 +1,4 @@
-"""Three ways to get one batch's gradient: at once, as bigbatch does it, and as loops by hand usually do it."""
+"""Two ways to get one batch's gradient by plain PyTorch: at once, and as loops by hand usually do it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.accumulator import Accumulator
 from bigbatch.core import models
 from bigbatch.core.move import to_device
-from bigbatch.core.split import Piece
 from bigbatch.core.tree import map_leaves
-from bigbatch.micro_batched import MicroBatched
 from bigbatch.terms import Recipe
 
 Way = Callable[[Any, Any], Tensor]
@@ -76,45 +73,6 @@ def whole_batch(job: Job) -> Way:
     def run(inputs: Any, targets: Any) -> Tensor:
         loss = loss_of(job, to_device(inputs, job.device), to_device(targets, job.device))
         loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    return run
-
-
-def by_bigbatch(
-    job: Job,
-    micro_batch_size: int,
-    scaler: Any = None,
-    backward: Callable[[Tensor], None] = Tensor.backward,
-    around: Around | None = None,
-) -> Way:
-    """The way that a run takes: door 1, or door 2 where outputs are joined.
-
-    Args:
-        job: what is trained.
-        micro_batch_size: the most samples that are run at once.
-        scaler: door 1 multiplies gradients by its scale.
-        backward: runs the joined loss backward (door 2); Accelerate's own scales it.
-        around: entered around the micro-batch that goes from one sample to another, to hand out its random numbers.
-    """
-
-    def around_piece(piece: Piece) -> AbstractContextManager[Any]:
-        return around(piece.first, piece.first + piece.samples) if around is not None else nullcontext()
-
-    hook = around_piece if around is not None else None
-    if job.activations is None:
-        accumulator = Accumulator(
-            job.model, job.loss_fn, micro_batch_size=micro_batch_size, reduction=job.reduction, scaler=scaler
-        )
-        accumulator.around = hook
-        return accumulator.backward
-    wrapped = MicroBatched(job.model, micro_batch_size, activations=job.activations)
-    wrapped._door.around = hook
-    joined = replace(job, model=wrapped)
-
-    def run(inputs: Any, targets: Any) -> Tensor:
-        loss = loss_of(joined, inputs, to_device(targets, job.device))
-        backward(loss)
         return loss.detach()
 
     return run

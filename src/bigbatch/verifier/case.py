@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.core import models
+from bigbatch.core.arguments import gathered
 from bigbatch.core.join import join
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.rules import rule_for
 from bigbatch.core.split import Piece, Splitter, even_sizes
 from bigbatch.errors import BigBatchError
-from bigbatch.micro_batched import Door, MicroBatched, gathered
+from bigbatch.micro_batched import Door, MicroBatched
 from bigbatch.verifier.copies import Memo, batch_copy, copied, widened
 from bigbatch.verifier.held import Held, held, plain_tensors
 
@@ -175,8 +176,9 @@ class Case:
         return [_joined(singles[first:last], first) for first, last in spans]
 
     def size(self, bench: Bench) -> int | None:
-        """The micro-batch size that the doors are run with."""
-        return self.micro_batch_size or (bench.door.micro_batch_size if bench.door is not None else None)
+        """The micro-batch size that the doors are run with; None where nobody stated a number ("auto")."""
+        own = bench.door.micro_batch_size if bench.door is not None else None
+        return self.micro_batch_size or (own if isinstance(own, int) else None)
 
 
 def twins(own: Held, memo: Memo) -> Held:

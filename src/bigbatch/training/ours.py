@@ -1,0 +1,145 @@
+"""The way of a run: one batch's gradient as bigbatch gets it, by either door, and how it was got."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from bigbatch.accumulator import Accumulator
+from bigbatch.core.move import to_device
+from bigbatch.core.split import Piece
+from bigbatch.micro_batched import MicroBatched
+from bigbatch.terms import StepReport
+from bigbatch.training.ways import Around, Job, Way, loss_of, samples_of
+
+
+@dataclass(frozen=True)
+class Used:
+    """How a batch was run: micro-batches, samples of the largest, and tries that ran out of memory before.
+
+    Door 2 does not count the tries of an automatic size: `retries` is None then.
+    """
+
+    micro_batches: int
+    micro_batch_size: int
+    retries: int | None
+
+
+@dataclass(frozen=True)
+class Ours:
+    """The way of a run.
+
+    Attributes:
+        run: the way itself.
+        used: how the last batch was run.
+        state: what was learnt about micro-batch sizes, ready for JSON; empty where the size was given.
+    """
+
+    run: Way
+    used: Callable[[], Used]
+    state: Callable[[], dict[str, Any]]
+
+    def __call__(self, inputs: Any, targets: Any) -> Tensor:
+        return self.run(inputs, targets)
+
+
+def by_bigbatch(
+    job: Job,
+    micro_batch_size: int | str,
+    scaler: Any = None,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+    around: Around | None = None,
+    memory: int | str | float | None = None,
+) -> Ours:
+    """The way that a run takes: door 1, or door 2 where outputs are joined.
+
+    Args:
+        job: what is trained.
+        micro_batch_size: the most samples that are run at once, or "auto".
+        scaler: door 1 multiplies gradients by its scale.
+        backward: runs the joined loss backward (door 2); Accelerate's own scales it.
+        around: entered around the micro-batch that goes from one sample to another, to hand out its random numbers.
+        memory: the budget of "auto".
+    """
+    if job.activations is not None:
+        return _by_door_2(job, micro_batch_size, backward, around, memory)
+
+    def around_piece(piece: Piece) -> AbstractContextManager[Any]:
+        return around(piece.first, piece.first + piece.samples) if around is not None else nullcontext()
+
+    accumulator = Accumulator(
+        job.model,
+        job.loss_fn,
+        micro_batch_size=micro_batch_size,
+        memory=memory,
+        reduction=job.reduction,
+        scaler=scaler,
+    )
+    accumulator.around = around_piece if around is not None else None
+
+    def used() -> Used:
+        report = accumulator.report or StepReport(0, 0, 0, None)
+        return Used(report.micro_batches, report.micro_batch_size, report.retries)
+
+    return Ours(accumulator.backward, used, accumulator.state_dict)
+
+
+def _by_door_2(
+    job: Job,
+    micro_batch_size: int | str,
+    backward: Callable[[Tensor], None],
+    around: Around | None,
+    memory: int | str | float | None,
+) -> Ours:
+    wrapped = MicroBatched(job.model, micro_batch_size, memory=memory, activations=job.activations or "recompute")
+    joined, starts, door = replace(job, model=wrapped), Starts(), wrapped._door
+
+    def around_piece(piece: Piece) -> AbstractContextManager[Any]:
+        starts.see(piece.first)
+        return around(piece.first, piece.first + piece.samples) if around is not None else nullcontext()
+
+    def run(inputs: Any, targets: Any) -> Tensor:
+        loss = loss_of(joined, inputs, to_device(targets, job.device))
+        starts.settle(samples_of(inputs))
+        backward(loss)
+        return loss.detach()
+
+    door.around = around_piece
+    automatic = isinstance(micro_batch_size, str)
+
+    def used() -> Used:
+        return Used(starts.micro_batches, starts.micro_batch_size, None if automatic else 0)
+
+    return Ours(run, used, lambda: door.sizer.state_dict() if automatic else {})
+
+
+@dataclass
+class Starts:
+    """Where the micro-batches of door 2's last forward began; a forward that was tried again begins at 0 again.
+
+    >>> starts = Starts()
+    >>> for first in (0, 5, 0, 4, 7):
+    ...     starts.see(first)
+    >>> starts.settle(samples=10)
+    >>> starts.micro_batches, starts.micro_batch_size
+    (3, 4)
+    """
+
+    seen: set[int] = field(default_factory=set)
+    micro_batches: int = 0
+    micro_batch_size: int = 0
+
+    def see(self, first: int) -> None:
+        if first == 0:
+            self.seen.clear()
+        self.seen.add(first)
+
+    def settle(self, samples: int) -> None:
+        """Counts what was seen so far, before the backward runs the micro-batches again; they are even."""
+        self.micro_batches = len(self.seen)
+        self.micro_batch_size = math.ceil(samples / max(1, self.micro_batches))

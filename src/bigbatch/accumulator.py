@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bigbatch.core import models
 from bigbatch.core.batch import Batch
 from bigbatch.core.buffers import Buffers
-from bigbatch.core.gradients import Border, added_at_once, detached, once
+from bigbatch.core.gradients import NOTHING, Border, added_at_once, detached, once
 from bigbatch.core.join import join
 from bigbatch.core.losses import call_loss
 from bigbatch.core.move import to_device
@@ -124,7 +124,8 @@ class Accumulator:
         """
         start, self.rule = time.perf_counter(), self.rule_now()
         inner = models.inner_modules(self.modules)
-        place = Place(inner, models.device_of(models.parameters_of(inner)))
+        parameters = models.parameters_of(inner)
+        place = Place(inner, models.device_of(parameters), parameters)
         delivered = items_of(inputs, targets, paired=self.loss_fn is not None)
         size, retries = self.micro_batch_size, 0
         if not isinstance(size, str):
@@ -156,9 +157,9 @@ class Accumulator:
         pieces = in_a_row([self.splitter.pieces(*item, size) for item in border.items])
         batch = Batch([part for item in border.items for part in item], pieces, inner, Buffers(inner), device)
         models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
-        trained = [*models.parameters_of(inner), *self.loose, *border.trained()]
-        held = batch.buffers.put_back_on_error()
-        with held, once(lambda: border.used_up), added_at_once(trained, self.grad_dtype):
+        trained = [*place.parameters, *self.loose, *border.trained()]
+        in_front = once(lambda: border.used_up) if border.leaves else NOTHING
+        with batch.buffers.put_back_on_error(), in_front, added_at_once(trained, self.grad_dtype):
             loss, denominator = self._run(batch, border.items, on_outputs)
             batch.buffers.settle()
             border.backward()

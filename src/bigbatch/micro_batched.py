@@ -63,7 +63,8 @@ class Door:
         inner = models.inner_modules(self.modules)
         if not isinstance(self.micro_batch_size, str):
             return self._attempt(model, inputs, inner, self.micro_batch_size)
-        place = Place(inner, models.device_of(models.parameters_of(inner)))
+        parameters = models.parameters_of(inner)
+        place = Place(inner, models.device_of(parameters), parameters)
         need = need_of([(inputs, None)], self.splitter, place, self.batch_norm)
 
         def too_large(size: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from bigbatch.core.tree import leaves, map_leaves
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+NOTHING = nullcontext()
 ONCE = "_bigbatch_happens_once"
 Hooks = Mapping[int, Callable[[Any], Any]]
 
@@ -35,9 +36,9 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
         if grad_dtype is not None and parameter.dtype in LOW_PRECISION:
             parameter.grad_dtype = grad_dtype
     try:
-        with _set_aside(hooked):
+        with _set_aside(hooked) if hooked else NOTHING:
             yield
-        with once(lambda: bool(hooked)):
+        with once(lambda: True) if hooked else NOTHING:
             for parameter, before, _ in hooked:
                 _changed_by(before, parameter)
             arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None}

@@ -9,28 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.core.models import by_batch, parameters_of
+from bigbatch.core.models import by_batch
 from bigbatch.core.split import Splitter
 from bigbatch.core.tree import leaves
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a batch runs: the modules, their device, and the bytes that are theirs."""
+    """Where a batch runs: the modules, their device, their parameters, and the bytes that are theirs."""
 
     inner: Sequence[nn.Module]
     device: torch.device | None
+    parameters: Sequence[nn.Parameter] = ()
 
     def on_cuda(self) -> bool:
         return self.device is not None and self.device.type == "cuda"
 
     def trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in parameters_of(self.inner) if parameter.requires_grad]
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
 
     def weight_bytes(self) -> int:
         buffers = [buffer for module in self.inner for buffer in module._buffers.values() if buffer is not None]
         gradients = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
-        return bytes_of([*parameters_of(self.inner), *buffers, *gradients])
+        return bytes_of([*self.parameters, *buffers, *gradients])
 
 
 @dataclass(frozen=True)

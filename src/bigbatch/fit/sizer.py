@@ -27,6 +27,7 @@ from bigbatch.fit.tune import Tuner
 
 Answer = TypeVar("Answer")
 MOMENTS = 2  # what the first step of Adam allocates for every trained number; fewer for most other optimizers
+PENDING = 16  # windows whose end the device has not reached yet, and that are asked again at the next one
 COUNTED = 2  # windows in which the CPU counts its bytes; two sizes tell a fixed part from a part for each sample
 
 
@@ -42,7 +43,7 @@ class Sizer:
     memory: int | str | float | None
     tuner: Tuner = field(default_factory=Tuner)
     first_versions: list[int] | None = None
-    pending: Callable[[], None] | None = None
+    pending: list[Callable[[], bool]] = field(default_factory=list)
 
     def run(self, attempt: Callable[[int], Answer], need: Need) -> tuple[Answer, int]:
         """What `attempt(micro_batch_size)` returns, and how many tries ran out of memory before.
@@ -94,6 +95,10 @@ class Sizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tuner = Tuner.from_dict(state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle: measurements that wait for a device stay behind."""
+        return {**vars(self), "pending": []}
+
     def _chosen(self, need: Need) -> int:
         return self.tuner.choose(need.samples, need.cost, self._free(need.place))
 
@@ -113,7 +118,7 @@ class Sizer:
     def _timed_on_cuda(
         self, attempt: Callable[[int], Answer], size: int, need: Need, reserve: int
     ) -> Answer:  # pragma: no cover - needs CUDA
-        """Time is read off events at the next window, so that this one does not wait for the device."""
+        """Time is read off events at a later window, so that this one does not wait for the device."""
         device = need.place.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -123,18 +128,18 @@ class Sizer:
         end.record()
         peak = torch.cuda.max_memory_allocated(device) - before + reserve
 
-        def measure() -> None:
-            if end.query():  # type: ignore[no-untyped-call]
+        def measured() -> bool:
+            ready = bool(end.query())  # type: ignore[no-untyped-call]
+            if ready:
                 seconds = start.elapsed_time(end) / 1e3
                 self.tuner = self.tuner.measured(size, need.cost, seconds, need.samples, peak)
+            return ready
 
-        self.pending = measure
+        self.pending.append(measured)
         return answer
 
     def _settle_pending(self) -> None:
-        if self.pending is not None:
-            self.pending()
-            self.pending = None
+        self.pending = [measured for measured in self.pending if not measured()][-PENDING:]
 
     def _free(self, place: Place) -> int | None:
         """Bytes that a window may use beside what is there; None where no limit is known."""

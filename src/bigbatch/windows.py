@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.core.split import Piece
-from bigbatch.core.tree import leaves
+from bigbatch.core.tree import tensors_of
 from bigbatch.errors import OptionError
 
 
@@ -48,7 +47,7 @@ class Windows:
         gathered: list[Any] = []
         seen: list[list[Seen]] = []
         for micro_batch in self.loader:
-            new = list(tensors_of(micro_batch))
+            new = seen_in(micro_batch)
             if len(gathered) == self.accum_steps:
                 refuse_refilled([*seen, new])  # the loader has run once more since the window was full
                 yield Window(tuple(gathered), last=False)
@@ -94,12 +93,9 @@ class Seen(NamedTuple):
     version: int
 
 
-def tensors_of(micro_batch: Any) -> Iterator[Seen]:
+def seen_in(micro_batch: Any) -> list[Seen]:
     """The tensors of a micro-batch whose changes can be told; those made in inference mode count none."""
-    for leaf in leaves(micro_batch):
-        tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
-        if isinstance(tensor, Tensor) and not tensor.is_inference():
-            yield Seen(tensor, tensor._version)
+    return [Seen(tensor, tensor._version) for tensor in tensors_of(micro_batch) if not tensor.is_inference()]
 
 
 def held(tree: Any) -> Any:
@@ -121,7 +117,7 @@ def refuse_refilled(seen: Sequence[Sequence[Seen]]) -> None:
     `torch.from_numpy` makes a storage of its own. Delivering one tensor several times is no change.
 
     >>> buffer = torch.zeros(2)
-    >>> delivered = [list(tensors_of(buffer))]
+    >>> delivered = [seen_in(buffer)]
     >>> refuse_refilled(delivered * 2)
     >>> _ = buffer.fill_(1)
     >>> refuse_refilled(delivered)

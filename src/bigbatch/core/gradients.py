@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from bigbatch.core.tree import leaves, map_leaves
+from bigbatch.core.tree import map_leaves, tensors_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 NOTHING = nullcontext()
@@ -162,8 +162,7 @@ class Border:
 def carries_a_graph(tree: Any) -> bool:
     if isinstance(tree, Tensor):
         return tree.requires_grad
-    held = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves(tree))
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in held)
+    return any(tensor.requires_grad for tensor in tensors_of(tree))
 
 
 def detached(tree: Any) -> Any:

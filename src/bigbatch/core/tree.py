@@ -96,6 +96,18 @@ def leaves(tree: Any) -> Iterator[Any]:
         yield from leaves(value)
 
 
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, from left to right; of a PackedSequence its data.
+
+    >>> [tensor.tolist() for tensor in tensors_of({"ids": torch.tensor([1, 2]), "name": "a"})]
+    [[1, 2]]
+    """
+    for leaf in leaves(tree):
+        tensor = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        if isinstance(tensor, Tensor):
+            yield tensor
+
+
 def assembled(node: Any, parts: Opened, new: Sequence[Any]) -> Any:
     """`node` itself if its parts are unchanged, otherwise a new node."""
     unchanged = all(value is old for value, old in zip(new, parts.values, strict=True))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bigbatch.core.tree import children, leaves, map_leaves
 from bigbatch.errors import MicroBatchTooLarge, ModelError
@@ -181,17 +181,6 @@ class Autocast:
     def eps(self) -> float:
         """The rounding unit of the coarsest dtype that autocast computes in; 0 where it is off."""
         return max((torch.finfo(dtype).eps for _, on, dtype in self.kinds if on), default=0.0)
-
-
-def modes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Train or eval mode of each module as it is now; the result puts it back."""
-    held = [(module, module.training) for module in modules]
-
-    def put_back() -> None:
-        for module, training in held:
-            module.training = training
-
-    return put_back
 
 
 def cannot_be_cut(samples: int, unfollowed: Sequence[str]) -> MicroBatchTooLarge:

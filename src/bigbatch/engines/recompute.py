@@ -24,8 +24,8 @@ from bigbatch.core.models import generators_of, parameters_of
 from bigbatch.core.move import ahead
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.core.tree import leaves, map_leaves
-from bigbatch.engines.replay import Guard, Replays, tensors_of
+from bigbatch.core.tree import leaves, map_leaves, tensors_of
+from bigbatch.engines.replay import Guard, Replays
 from bigbatch.errors import ModelError
 
 ACTIVATIONS = ("recompute", "offload", "keep")

@@ -6,12 +6,11 @@ cannot be put back, weights and inputs that were written to meanwhile, is refuse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.core.buffers import Buffers, version_of
 from bigbatch.core.models import generators_of
@@ -57,31 +56,33 @@ class Replays(AbstractContextManager[None]):
     def __init__(self, inner: Sequence[nn.Module], buffers: Buffers, guard: Guard) -> None:
         self.inner, self.buffers, self.guard = inner, buffers, guard
         self.generators = generators_of(inner)
-        self.numbers = host_numbers(), states_of(self.generators)
-        self.modes = [module.training for module in inner]
+        self.first = self._now()
         self.open: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
         stack.enter_context(self.buffers.replayed())
-        for put_back in (host_numbers(), states_of(self.generators)):
+        for put_back in self._now():
             stack.callback(put_back)
-        stack.callback(self._set_modes, [module.training for module in self.inner])
-        for put_back in self.numbers:
+        for put_back in self.first:
             put_back()
-        self._set_modes(self.modes)
         self.open.append(stack)
 
     def __exit__(self, *error: Any) -> None:
         self.open.pop().__exit__(*error)
         self.guard.note()
 
-    def _set_modes(self, modes: Sequence[bool]) -> None:
-        for module, mode in zip(self.inner, modes, strict=True):
-            module.training = mode
+    def _now(self) -> tuple[Callable[[], None], ...]:
+        """What puts random numbers and modes back to how they are now."""
+        return host_numbers(), states_of(self.generators), modes_of(self.inner)
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of a batch."""
-    held = (leaf.data if isinstance(leaf, PackedSequence) else leaf for leaf in leaves(tree))
-    return [leaf for leaf in held if isinstance(leaf, Tensor)]
+def modes_of(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Train or eval mode of each module as it is now; the result puts it back."""
+    held = [(module, module.training) for module in modules]
+
+    def put_back() -> None:
+        for module, training in held:
+            module.training = training
+
+    return put_back

@@ -22,12 +22,12 @@ from bigbatch.core.models import generators_of
 from bigbatch.core.move import ahead
 from bigbatch.core.rng import Draws, preserved_rng, snapshot
 from bigbatch.core.split import Piece, Splitter
+from bigbatch.core.tree import tensors_of
 from bigbatch.engines.again import (
     Autocast,
     cannot_be_cut,
     known_leaves,
     linked,
-    modes_of,
     push,
     rows_of,
     same_outputs,
@@ -35,8 +35,7 @@ from bigbatch.engines.again import (
     tensors_in,
 )
 from bigbatch.engines.recompute import Forward, fresh, moved, refuse_left_behind
-from bigbatch.engines.replay import Guard
-from bigbatch.engines.replay import tensors_of as watched
+from bigbatch.engines.replay import Guard, modes_of
 from bigbatch.errors import MicroBatchTooLarge
 
 Gradients = Sequence[Tensor | None]
@@ -89,7 +88,7 @@ def run(
     # What the user's graph holds in place of each leaf of a micro-batch's graph; for a parameter that is itself.
     outside = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
     outside |= {id(leaf): tensor for tensor, leaf in border.leaves.values()}
-    guard = Guard([*parameters, *(held for part in batch.source for held in watched(part))])
+    guard = Guard([*parameters, *(held for part in batch.source for held in tensors_of(part))])
     call = Call(replace(batch, pieces=pieces), forward, splitter, tries, guard, Autocast.now(device))
     samples = [piece.samples for piece in pieces]
     trees: list[Any] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import platform
-import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ def _seconds(function: Callable[[], object], inner: int) -> float:
     return time.perf_counter() - start
 
 
-def runs_of(
-    ours: Callable[[], object], theirs: Callable[[], object], pairs: int, inner: int, runs: int = 5
-) -> list[float]:
-    """The median ratio of each of several runs."""
-    return [statistics.median(paired(ours, theirs, pairs, inner)) for _ in range(runs)]
+def in_fresh_processes(run: Callable[[str], float], name: str, runs: int = 7) -> list[float]:
+    """`run(name)` in several processes, one after the other: where memory happens to lie is settled once a process,
+    and moves a ratio of small networks by several hundredths."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        return list(pool.map(run, [name] * runs))
 
 
 def write(name: str, what: str, figures: dict[str, Any]) -> dict[str, Any]:

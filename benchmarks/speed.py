@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bigbatch
 
-from .pairs import runs_of, write
+from .pairs import in_fresh_processes, paired, write
 
 MICRO_BATCHES, MICRO_BATCH_SIZE = 8, 32
 
@@ -38,7 +38,19 @@ def ten_milliseconds() -> tuple[nn.Module, Tensor]:
         layers += 2
 
 
-def figure(name: str, model: nn.Module, inputs: Tensor, pairs: int, inner: int) -> None:
+NETWORKS = {
+    "speed_tiny": (lambda: perceptron(64, 128, 128, 10), 100, 5),
+    "speed_small": (lambda: perceptron(784, 256, 128, 10), 100, 3),
+    "speed_10ms": (ten_milliseconds, 40, 1),
+}
+
+
+def ratio(name: str) -> float:
+    """The median ratio of one run."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # two threads on a shared machine measure the neighbours
+    build, pairs, inner = NETWORKS[name]
+    model, inputs = build()
     targets = torch.randint(0, 10, (len(inputs),))
     loss_fn = nn.CrossEntropyLoss()
     accumulator = bigbatch.Accumulator(model, loss_fn, micro_batch_size=MICRO_BATCH_SIZE)
@@ -58,20 +70,17 @@ def figure(name: str, model: nn.Module, inputs: Tensor, pairs: int, inner: int) 
         return total
 
     assert torch.allclose(ours(), by_hand())
-    runs = runs_of(ours, by_hand, pairs, inner)
-    write(
-        name,
-        "time of Accumulator.backward / time of the hand-written loop, 8 micro-batches of 32, with zero_grad",
-        {"ratio": round(statistics.median(runs), 4), "runs": [round(run, 4) for run in runs]},
-    )
+    return statistics.median(paired(ours, by_hand, pairs, inner))
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # two threads on a shared machine measure the neighbours
-    figure("speed_tiny", *perceptron(64, 128, 128, 10), pairs=100, inner=5)
-    figure("speed_small", *perceptron(784, 256, 128, 10), pairs=100, inner=3)
-    figure("speed_10ms", *ten_milliseconds(), pairs=40, inner=1)
+    for name in NETWORKS:
+        runs = in_fresh_processes(ratio, name)
+        write(
+            name,
+            "time of Accumulator.backward / time of the hand-written loop, 8 micro-batches of 32, with zero_grad",
+            {"ratio": round(statistics.median(runs), 4), "runs": [round(run, 4) for run in runs]},
+        )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import architectures
 from architectures import BERT, EXPERTS, MOE, TARGETS, TEXT, VISION, VIT, batch_for, causal, distance, gradients, texts
 from bigbatch import Accumulator, MicroBatched, windows
-from bigbatch.core.models import BATCH_NORM
+from bigbatch.core.batch_norm import BATCH_NORM
 from bigbatch.errors import LossError, SplitError
 
 TOLERANCE = 1e-10

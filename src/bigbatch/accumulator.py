@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from bigbatch.core import batch_norm as batch_norms
 from bigbatch.core import models
 from bigbatch.core.batch import Batch
+from bigbatch.core.batch_norm import BatchNorm
 from bigbatch.core.buffers import Buffers
-from bigbatch.core.gradients import NOTHING, Border, added_at_once, detached, once
-from bigbatch.core.join import join
-from bigbatch.core.losses import call_loss
-from bigbatch.core.move import to_device
+from bigbatch.core.gradients import NOTHING, Border, added_at_once, once
 from bigbatch.core.own_loss import OwnLoss
-from bigbatch.core.rules import Rule, RuleNow, refuse_plain_function, weigh
+from bigbatch.core.rules import RuleNow, refuse_plain_function
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.engines import recompute, sequential
+from bigbatch.engines import recompute
+from bigbatch.engines.gradient import Items, OnOutputs, Task
 from bigbatch.fit.need import Place, need_of
 from bigbatch.fit.sizer import Shown, Sizer, check_auto
 from bigbatch.terms import StepReport
 from bigbatch.windows import in_a_row, items_of
-
-Items = Sequence[tuple[Any, Any]]
-OnOutputs = Callable[[Any, Any], object] | None
 
 
 class Accumulator:
@@ -46,7 +42,10 @@ class Accumulator:
         reduction: "auto", "mean" (over samples), "sum", or `count(inputs, targets)`, the denominator of one
             micro-batch: a number, a 0-d tensor or a dict of them. The counts of the batch are summed before any
             forward and handed on: `loss_fn(outputs, targets, count)` divides its sums by them.
-        batch_norm: "exact" refuses batch norm in training mode, "local" lets it see one micro-batch at a time.
+        batch_norm: "exact" lets batch norm in training mode see the whole batch, by running the forwards of all
+            micro-batches side by side; "local" lets it see one micro-batch at a time, as plain accumulation does.
+        activations: where the whole batch is needed at once, for its loss or for batch norm, what becomes of
+            activations until the backward: "recompute" (which batch norm cannot: it offloads), "offload", "keep".
         split: names of fields that all samples share, `{name: "shared" | "samples" | "fields"}`, or a function
             `split(inputs, targets, micro_batch_size)` that yields `(samples, inputs, targets)`.
         autocast: the dtype of `torch.autocast` around forward and loss; None leaves autocast as the caller set it.
@@ -79,21 +78,24 @@ class Accumulator:
         memory: int | str | float | None = None,
         reduction: str | Callable[..., Any] = "auto",
         batch_norm: str = "exact",
+        activations: str = "recompute",
         split: Any = None,
         autocast: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
         grad_dtype: torch.dtype | None = None,
         modules: Iterable[nn.Module] | None = None,
     ) -> None:
-        models.check_option("batch_norm", batch_norm, models.BATCH_NORM_MODES)
+        models.check_option("batch_norm", batch_norm, batch_norms.MODES)
+        models.check_option("activations", activations, recompute.ACTIVATIONS)
         check_auto(micro_batch_size, memory)
         self.sizer = Sizer(memory) if micro_batch_size == "auto" else None
         self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
-        self.batch_norm, self.autocast, self.scaler, self.grad_dtype = batch_norm, autocast, scaler, grad_dtype
+        self.batch_norm, self.activations = batch_norm, activations
+        self.autocast, self.scaler, self.grad_dtype = autocast, scaler, grad_dtype
         self.modules = list(modules) if modules is not None else models.find_modules(model, loss_fn)
         self.loose = models.find_loose(model, loss_fn)
         self.report: StepReport | None = None
-        self.told: set[str] = set()
+        self.norms = BatchNorm(batch_norm, self.modules)
         self.around: Callable[[Piece], AbstractContextManager[object]] | None = None
         models.refuse_parallel(self.modules)
         self.splitter = Splitter(split, models.sizes_of(models.parameters_of(models.inner_modules(self.modules))))
@@ -128,12 +130,15 @@ class Accumulator:
         place = Place(inner, models.device_of(parameters), parameters)
         delivered = items_of(inputs, targets, paired=self.loss_fn is not None)
         size, retries = self.micro_batch_size, 0
+
+        def attempt(size: int | None, show: OnOutputs) -> tuple[Tensor, dict[str, Any]]:
+            return self.norms.sighted(lambda: self._attempt(delivered, place, show, size), inner)
+
         if not isinstance(size, str):
-            loss, facts = self._attempt(delivered, place, on_outputs, size)
+            loss, facts = attempt(size, on_outputs)
         else:
             need, shown = need_of(delivered, self.splitter, place, self.batch_norm), Shown(on_outputs)
-            sizer = cast(Sizer, self.sizer)
-            (loss, facts), retries = sizer.run(lambda n: self._attempt(delivered, place, shown.again(), n), need)
+            (loss, facts), retries = cast(Sizer, self.sizer).run(lambda size: attempt(size, shown.again()), need)
             shown.hand_on()
         self.report = StepReport(**facts, retries=retries, seconds=time.perf_counter() - start)
         return loss
@@ -156,11 +161,15 @@ class Accumulator:
         border = Border(list(delivered), adds_up or self.sizer is not None)
         pieces = in_a_row([self.splitter.pieces(*item, size) for item in border.items])
         batch = Batch([part for item in border.items for part in item], pieces, inner, Buffers(inner), device)
-        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
+        task = Task(
+            *(self.model, self.loss_fn, self.rule, self.own_loss),
+            *(self.norms.is_joint(inner, len(pieces)), self.activations, self.splitter),
+            *(self.autocast, self.scaler.scale if self.scaler is not None else None, self.around),
+        )
         trained = [*place.parameters, *self.loose, *border.trained()]
         in_front = once(lambda: border.used_up) if border.leaves else NOTHING
         with batch.buffers.put_back_on_error(), in_front, added_at_once(trained, self.grad_dtype):
-            loss, denominator = self._run(batch, border.items, on_outputs)
+            loss, denominator = task.run(batch, border.items, on_outputs)
             batch.buffers.settle()
             border.backward()
         sizes = [piece.samples for piece in pieces]
@@ -171,80 +180,3 @@ class Accumulator:
             "denominator": denominator,
             "peak_bytes": models.peak_bytes(device),
         }
-
-    def _run(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
-        """The batch's loss, and its denominator where it has one that bigbatch knows."""
-        if not batch.pieces:
-            return torch.zeros((), device=batch.device), None
-        rule = self.rule
-        if rule is None and self.own_loss is None:
-            return self._joint(batch, items, on_outputs), None
-        if rule is None:
-            with self._autocast(batch.device):
-                rule = cast(OwnLoss, self.own_loss).rule(batch.pieces, batch.device)
-        return self._sequential(batch, items, rule, on_outputs)
-
-    def _sequential(self, batch: Batch, items: Items, rule: Rule, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
-        weights, totals, denominator = weigh(rule, batch.pieces, items, batch.device)
-        extra, of = rule.extra(totals), rule.for_batch()
-        shown: list[Any] = []
-
-        def loss_of(piece: Piece) -> Tensor:
-            outputs = models.call(self.model, piece.inputs, extra)
-            if on_outputs is not None:
-                shown.append(outputs)
-            if rule.terms is not None:
-                rule.refuse_other_samples(outputs, piece.samples)
-            return of(outputs, piece.targets, totals)
-
-        def show(piece: Piece) -> None:  # once the backward is through, nobody minds what happens to the outputs
-            cast(Callable[[Any, Any], object], on_outputs)(detached(shown.pop()), piece.targets)
-
-        whole = sum(piece.samples for piece in batch.pieces)
-        shares = [piece.samples / whole for piece in batch.pieces]
-        run = self._inside(loss_of, batch.device)
-        done = None if on_outputs is None else show
-        loss = sequential.run(batch.there(), weights, shares, run, batch.buffers, self._scale(), done)
-        return loss, denominator
-
-    def _joint(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> Tensor:
-        """A loss that nobody can weigh is computed once, on the outputs of the whole batch."""
-
-        def forward(piece: Piece) -> Any:
-            return models.call(self.model, piece.inputs)
-
-        loss_fn = cast(Callable[..., Tensor], self.loss_fn)
-        samples = [self.splitter.count(*item) for item in items]
-        parts = [targets for _, targets in items]
-        targets = join(parts, samples, "targets") if len(parts) > 1 else parts[0]
-        targets = targets if batch.device is None else to_device(targets, batch.device)
-        inside = self._inside(forward, batch.device)
-        check = functools.partial(recompute.refuse_tied_axes, batch, inside, self.splitter)
-        outputs = recompute.run(batch, inside, kept=1 if len(batch.pieces) == 1 else 0, check=check)
-        with batch.buffers.lent(1.0):
-            with self._autocast(batch.device):
-                loss = sequential.scalar(call_loss(loss_fn, outputs, targets))
-            seed, scale = sequential.weight_like(1.0, loss), self._scale()
-            torch.autograd.backward(loss, scale(seed) if scale is not None else seed)
-        if on_outputs is not None:
-            on_outputs(detached(outputs), targets)
-        return loss.detach()
-
-    def _scale(self) -> Callable[[Tensor], Tensor] | None:
-        return self.scaler.scale if self.scaler is not None else None
-
-    def _inside(self, function: Callable[[Piece], Any], device: torch.device | None) -> Callable[[Piece], Any]:
-        """The function, run under autocast and under whatever a proof puts around a micro-batch."""
-        if self.autocast is None and self.around is None:
-            return function
-
-        def run(piece: Piece) -> Any:
-            with self._autocast(device), self.around(piece) if self.around is not None else nullcontext():
-                return function(piece)
-
-        return run
-
-    def _autocast(self, device: torch.device | None) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(device.type if device is not None else "cpu", dtype=self.autocast)

@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.core import batch_norm as batch_norms
 from bigbatch.core import models
 from bigbatch.core.arguments import gathered, spread
 from bigbatch.core.batch import Batch
+from bigbatch.core.batch_norm import BatchNorm
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.units import parse_bytes
-from bigbatch.engines import recompute, replayed
+from bigbatch.engines import lockstep, recompute, replayed
 from bigbatch.errors import OptionError
 from bigbatch.fit.need import Place, need_of
 from bigbatch.fit.oom import is_out_of_memory, let_go
@@ -42,7 +44,7 @@ class Door:
         around: what a proof puts around the forward of a micro-batch.
         checked: micro-batch sizes whose outputs are known to be joinable.
         sample_bytes: bytes that the backward of one sample keeps, once measured.
-        told: notices that were given already.
+        norms: how batch norm is treated.
     """
 
     micro_batch_size: int | str
@@ -52,17 +54,18 @@ class Door:
     splitter: Splitter
     modules: list[nn.Module]
     sizer: Sizer
+    norms: BatchNorm
     around: Callable[[Piece], Any] | None = None
     checked: set[int] = field(default_factory=set)
     sample_bytes: float | None = None
-    told: set[str] = field(default_factory=set)
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs for the whole batch."""
         inputs = gathered(args, kwargs)
         inner = models.inner_modules(self.modules)
         if not isinstance(self.micro_batch_size, str):
-            return self._attempt(model, inputs, inner, self.micro_batch_size)
+            size = self.micro_batch_size
+            return self.norms.sighted(lambda: self._attempt(model, inputs, inner, size), inner)
         parameters = models.parameters_of(inner)
         place = Place(inner, models.device_of(parameters), parameters)
         need = need_of([(inputs, None)], self.splitter, place, self.batch_norm)
@@ -71,7 +74,11 @@ class Door:
             self.sizer.tuner = self.sizer.tuner.failed(size, need.cost)
 
         tries = replayed.Tries(too_large, is_out_of_memory, let_go)
-        return self.sizer.run(lambda size: self._attempt(model, inputs, inner, size, tries), need)[0]
+
+        def attempt(size: int) -> Any:
+            return self.norms.sighted(lambda: self._attempt(model, inputs, inner, size, tries), inner)
+
+        return self.sizer.run(attempt, need)[0]
 
     def _attempt(
         self,
@@ -86,7 +93,6 @@ class Door:
         positional, keywords = spread(inputs)
         if not pieces:
             return model(*positional, **keywords)
-        models.refuse_batch_norm(self.modules, inner, self.batch_norm, len(pieces), self.told)
 
         def forward(piece: Piece) -> Any:
             positional, keywords = spread(piece.inputs)
@@ -104,9 +110,12 @@ class Door:
             if size in self.checked
             else functools.partial(recompute.refuse_tied_axes, batch, forward, self.splitter)
         )
-        kept = 1 if len(pieces) == 1 else self._kept(batch, forward)
+        joint = self.norms.is_joint(inner, len(pieces))
+        kept = 1 if len(pieces) == 1 else 0 if joint else self._kept(batch, forward)
         with batch.buffers.put_back_on_error():
-            if tries is not None and torch.is_grad_enabled():
+            if joint:
+                outputs = lockstep.outputs(batch, forward, self.activations, check)
+            elif tries is not None and torch.is_grad_enabled():
                 outputs = replayed.run(batch, forward, parameters, self.splitter, tries, kept=kept, check=check)
             else:
                 outputs = recompute.run(batch, forward, self.activations, kept, check)
@@ -141,7 +150,7 @@ class MicroBatched(nn.Module):
             "offload" (moved to the host) or "keep" (nothing).
         keep_bytes: memory, as a number or such as "2GiB", in which the last micro-batches keep their activations
             instead, so that memory to spare is spent on time. The first call measures one micro-batch for it.
-        batch_norm: "exact" refuses batch norm in training mode, "local" lets it see one micro-batch at a time.
+        batch_norm: as in `Accumulator`; "exact" offloads activations, or keeps them, and recomputes none.
         split: as in `Accumulator`; a function gets the arguments of the call as `inputs`, and None as targets.
 
     Raises:
@@ -170,7 +179,7 @@ class MicroBatched(nn.Module):
         split: Any = None,
     ) -> None:
         models.check_option("activations", activations, recompute.ACTIVATIONS)
-        models.check_option("batch_norm", batch_norm, models.BATCH_NORM_MODES)
+        models.check_option("batch_norm", batch_norm, batch_norms.MODES)
         models.refuse_parallel([model])
         check_auto(micro_batch_size, memory)
         if micro_batch_size == "auto" and activations != "recompute":
@@ -185,7 +194,14 @@ class MicroBatched(nn.Module):
         self.__dict__["_wrapped"] = model
         modules = models.find_modules(model)
         self.__dict__["_door"] = Door(
-            micro_batch_size, activations, budget, batch_norm, splitter, modules, Sizer(memory)
+            micro_batch_size,
+            activations,
+            budget,
+            batch_norm,
+            splitter,
+            modules,
+            Sizer(memory),
+            BatchNorm(batch_norm, modules),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -68,6 +68,15 @@ class Buffers:
             self._place(enumerate(self.originals))
 
     @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Other micro-batches run inside; afterwards the one at hand finds its buffers as it left them."""
+        held = [self._held(i) for i in range(len(self.originals))]
+        try:
+            yield
+        finally:
+            self._place(enumerate(held))
+
+    @contextmanager
     def replayed(self) -> Iterator[None]:
         """A forward that is run again: it starts where the first one did, and what it leaves is thrown away."""
         current = {i: self._held(i) for i in range(len(self.originals))}
@@ -117,6 +126,8 @@ class Buffers:
     @torch.no_grad()
     def _collect(self, i: int, lent: Tensor, version: int | None, share: float, samples: int) -> None:
         original, now = self.originals[i], self._held(i)
+        if now is original:  # it was lazy, and the forward has made it where it stands
+            return
         still = now is lent and version is not None and now._version == version
         # `.data` is written to without a trace in the version; comparing values is free of waiting on the CPU only.
         if still and (now.device.type != "cpu" or torch.equal(now, original)):
@@ -166,6 +177,8 @@ def finite(buffer: Tensor) -> Tensor:
 
 
 def clone(buffer: Tensor) -> Tensor:
+    if is_lazy(buffer):  # it has no values yet: the forward gives it some, where it stands
+        return buffer
     with torch.no_grad():
         return buffer.detach().clone()
 

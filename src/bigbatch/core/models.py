@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -16,12 +15,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.errors import ModelError, OptionError
 
-BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
-BATCH_NORM_MODES = ("exact", "local")
-LOCAL = (
-    "batch_norm='local': {} normalises by the statistics of each micro-batch, so the gradient differs from the whole "
-    "batch's. Running statistics move once, by the mean over micro-batches."
-)
 MODULE_OWN = frozenset(vars(nn.Module()))
 DEPTH, MANY = 5, 1000  # how far modules are looked for behind a function, and in containers of how many items
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
@@ -124,6 +117,25 @@ def inner_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return inner
 
 
+def names_of(inner: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The path of each of `inner_modules`, or the class of a module that no other one holds.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
+    >>> list(names_of(inner_modules([model])).values())
+    ['Sequential', '0', '1', '1.0']
+    """
+    names: dict[nn.Module, str] = {}
+    tops = set()
+    for module in inner:  # those that hold a module come before it
+        if module not in names:
+            names[module] = type(module).__name__
+            tops.add(module)
+        for name, child in module._modules.items():
+            if child is not None and child not in names:
+                names[child] = name if module in tops else f"{names[module]}.{name}"
+    return names
+
+
 def parameters_of(inner: Iterable[nn.Module]) -> list[nn.Parameter]:
     """The parameters that the modules hold themselves, each once."""
     return list({id(p): p for module in inner for p in module._parameters.values() if p is not None}.values())
@@ -162,36 +174,6 @@ def refuse_parallel(modules: Iterable[nn.Module]) -> None:
         raise ModelError(
             asked, f"{torch.distributed.get_world_size()} processes", "run one process; several are not supported yet"
         )
-
-
-def by_batch(module: nn.Module) -> bool:
-    """Whether a layer normalises by the statistics of the samples at hand."""
-    return isinstance(module, BATCH_NORM) and (module.training or module.running_mean is None)
-
-
-def refuse_batch_norm(
-    modules: Iterable[nn.Module], inner: Iterable[nn.Module], mode: str, micro_batches: int, told: set[str]
-) -> None:
-    """Batch norm over a micro-batch is not batch norm over the batch; only `batch_norm="local"` accepts that.
-
-    `told` holds the notices that were given already: a door says each of them once.
-    """
-    if micro_batches == 1 or not any(by_batch(module) for module in inner):
-        return
-    names = [
-        name or type(module).__name__ for outer in modules for name, module in outer.named_modules() if by_batch(module)
-    ]
-    found = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    if mode == "local":
-        if found not in told:
-            told.add(found)
-            warnings.warn(LOCAL.format(found), stacklevel=4)
-        return
-    raise ModelError(
-        f"the gradient of the whole batch was asked for in {micro_batches} micro-batches",
-        f"batch norm in training mode ({found}), which would see one micro-batch at a time",
-        'freeze it with .eval(), use a norm over one sample (GroupNorm), or accept the difference: batch_norm="local"',
-    )
 
 
 def check_option(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from bigbatch.core.batch_norm import by_batch
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.candidates import Candidate, Question, agreed, alike, counts_of, doubt, together, told_apart
-from bigbatch.core.models import by_batch, call, inner_modules
+from bigbatch.core.models import call, inner_modules
 from bigbatch.core.move import to_device
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.rules import Rule, loss_of, samples

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -111,7 +112,8 @@ class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _inside_checkpoint() -> bool:
+def inside_checkpoint() -> bool:
+    """Whether the code at hand runs inside a call of `torch.utils.checkpoint`."""
     frame = sys._getframe()
     while frame.f_back is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
@@ -143,7 +145,7 @@ class Draws:
         self.unfollowed: list[str] = []
         self._draws: list[Draw] = []
         self._samples = 0
-        self._level = 0
+        self._inside = threading.local()  # micro-batches may run side by side
 
     @contextmanager
     def record(self, samples: int) -> Iterator[None]:
@@ -186,16 +188,16 @@ class Draws:
     @contextmanager
     def _on_top(self, answer: _Answer) -> Iterator[None]:
         """Lets `answer` rule; an outer record or replay stays out of what happens inside."""
-        self._level = level = self._level + 1
+        self._inside.level = level = getattr(self._inside, "level", 0) + 1
 
         def alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return answer(func, args, kwargs) if self._level == level else func(*args, **kwargs)
+            return answer(func, args, kwargs) if self._inside.level == level else func(*args, **kwargs)
 
         try:
             with _Asking(alone):
                 yield
         finally:
-            self._level = level - 1
+            self._inside.level = level - 1
 
     def _name(self, name: str, why: str) -> None:
         if f"{name}: {why}" not in self.unfollowed:
@@ -208,7 +210,7 @@ class Draws:
         why = no_slices(func, written)
         if why is not None:
             self._name(name, why)
-        elif _inside_checkpoint():
+        elif inside_checkpoint():
             self._name(name, "the model recomputes it by torch.utils.checkpoint, which draws from the generator again")
         kept = [] if why is not None else [t.detach().clone() for t in written[name in MIXERS :]]
         self._draws.append(Draw(name, plain_arguments(bound), kept))

@@ -1,9 +1,9 @@
 """Any loss: the outputs of all micro-batches are joined, and the loss is computed once on the whole batch.
 
 Between its forward and its backward a micro-batch's activations are thrown away and computed again ("recompute", by
-`torch.utils.checkpoint`, which replays random numbers and autocast), moved to the host ("offload", as
-`torch.autograd.graph.save_on_cpu` does it, but for the weights, which stay) or left where they are ("keep"). The last
-micro-batches are the first to run backward, so theirs are the ones to keep where memory is to spare.
+`torch.utils.checkpoint`, which replays random numbers and autocast), moved to the host ("offload") or left where they
+are ("keep"). The last micro-batches are the first to run backward, so theirs are the ones to keep where memory is to
+spare.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.core.batch import Batch
@@ -25,6 +24,7 @@ from bigbatch.core.move import ahead
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.tree import leaves, map_leaves, tensors_of
+from bigbatch.engines.offload import Host, storage_of, storages
 from bigbatch.engines.replay import Guard, Replays
 from bigbatch.errors import ModelError
 
@@ -53,11 +53,11 @@ def run(
     samples = [piece.samples for piece in pieces]
     whole = sum(samples)
     outputs = []
-    staying, guard = storages(weights), Guard([*weights, *tensors_of(batch.source)])
+    host, guard = Host(weights), Guard([*weights, *tensors_of(batch.source)])
     for k, there in enumerate(batch.there()):
         how = "keep" if k >= len(pieces) - kept or not torch.is_grad_enabled() else activations
         with batch.buffers.lent(pieces[k].samples / whole, pieces[k].samples):
-            outputs.append(_run_one(how, batch, forward, pieces[k], there, staying, guard))
+            outputs.append(_run_one(how, batch, forward, pieces[k], there, host, guard))
         if k == 0 and len(pieces) > 1:
             refuse_left_behind(batch.inner, outputs[0])
             if check is not None:
@@ -68,13 +68,11 @@ def run(
     return joined
 
 
-def _run_one(
-    how: str, batch: Batch, forward: Forward, here: Piece, there: Piece, staying: frozenset[int], guard: Guard
-) -> Any:
+def _run_one(how: str, batch: Batch, forward: Forward, here: Piece, there: Piece, host: Host, guard: Guard) -> Any:
     if how == "keep":
         return forward(there)
     if how == "offload":
-        with _offloaded(staying):
+        with host.hooks():
             return forward(there)
     first_time = [there]  # the forward takes the copy that is on the device; a recomputation fetches its own
 
@@ -85,23 +83,6 @@ def _run_one(
     anchor = torch.empty(0, device=batch.device or "cpu")
     contexts = nullcontext(), Replays(batch.inner, batch.buffers, guard)
     return checkpoint(again, anchor, use_reentrant=False, context_fn=lambda: contexts)
-
-
-def _offloaded(staying: frozenset[int]) -> saved_tensors_hooks:
-    """Saved tensors wait for the backward on the host, pinned where a GPU fetches them back."""
-
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        if tensor.device.type == "cpu" or tensor.layout != torch.strided or _storage(tensor) in staying:
-            return tensor.device, tensor.detach()  # the very tensor, if it is an output, would keep itself alive
-        pinned = tensor.device.type == "cuda"
-        there = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned)
-        return tensor.device, there.copy_(tensor)
-
-    def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = packed
-        return tensor.to(device, non_blocking=True)
-
-    return saved_tensors_hooks(pack, unpack)
 
 
 def saved_bytes(forward: Forward, piece: Piece, constants: Iterable[Tensor]) -> int:
@@ -118,8 +99,8 @@ def saved_bytes(forward: Forward, piece: Piece, constants: Iterable[Tensor]) -> 
 
     def count(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()  # the very tensor, if it is an output, would keep itself alive
-        if tensor.layout == torch.strided and _storage(tensor) not in known:
-            sizes[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        if tensor.layout == torch.strided and storage_of(tensor) not in known:
+            sizes[storage_of(tensor)] = tensor.untyped_storage().nbytes()
             held.append(tensor)
         return tensor
 
@@ -127,16 +108,6 @@ def saved_bytes(forward: Forward, piece: Piece, constants: Iterable[Tensor]) -> 
         outputs = forward(piece)
     del outputs
     return sum(sizes.values())
-
-
-def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
-    known = (tensor for tensor in tensors if not is_lazy(tensor))
-    return frozenset(_storage(tensor) for tensor in known if tensor.layout == torch.strided)
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def moved(piece: Piece, device: torch.device | None) -> Piece:
@@ -167,10 +138,11 @@ def refuse_tied_axes(batch: Batch, forward: Forward, splitter: Splitter, outputs
     pieces, size = batch.pieces, batch.pieces[0].samples
     if not axes_like(outputs, size):
         return
-    if size > 1:
+    if size > 2:  # batch norm refuses one sample alone
         other = splitter.pieces(pieces[0].inputs, None, size - 1)[0]
     else:
-        other = Piece(2, join([piece.inputs for piece in pieces[:2]], [1, 1], "inputs"), None)
+        more = splitter.pieces(pieces[1].inputs, None, 1)[0]
+        other = Piece(size + 1, join([pieces[0].inputs, more.inputs], [size, 1], "inputs"), None)
     with torch.no_grad(), preserved_rng(generators_of(batch.inner)), batch.buffers.replayed():
         join([outputs, forward(fresh(moved(other, batch.device), other))], [size, other.samples])
 

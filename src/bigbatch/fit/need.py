@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.core.models import by_batch
+from bigbatch.core.batch_norm import by_batch
 from bigbatch.core.split import Splitter
 from bigbatch.core.tree import leaves
 

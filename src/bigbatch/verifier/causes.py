@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bigbatch.core.batch_norm import by_batch
 from bigbatch.core.compare import relative_difference
-from bigbatch.core.models import by_batch
 from bigbatch.core.split import Piece
 from bigbatch.verifier.case import Bench, Case, Gradients, tried
 from bigbatch.verifier.layers import Call, tied, traced

@@ -1,0 +1,146 @@
+"""Batch norm ties samples together: whether a batch's micro-batches have to meet, or may each normalise alone."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from bigbatch.core.models import generators_of, names_of
+from bigbatch.core.rng import snapshot
+from bigbatch.errors import ModelError
+
+Answer = TypeVar("Answer")
+BATCH_NORM = nn.modules.batchnorm._BatchNorm
+MODES = ("exact", "local")
+ASKED = "batch norm over the whole batch was asked for"
+LOCAL = (
+    "batch_norm='local': {} normalises by the statistics of each micro-batch, so the gradient differs from the whole "
+    "batch's. Running statistics move once, by the mean over micro-batches."
+)
+FUNCTION = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+OPERATOR = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+CAUGHT: dict[Any, Sequence[str]] = {
+    F.batch_norm: FUNCTION,
+    torch.batch_norm: OPERATOR,
+    torch.native_batch_norm: OPERATOR,
+}
+OPTIONS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+
+
+def by_batch(module: nn.Module) -> bool:
+    """Whether a layer normalises by the statistics of the samples at hand."""
+    if isinstance(module, torch.jit.ScriptModule):
+        name = getattr(module, "original_name", "")
+        return "BatchNorm" in name and (module.training or getattr(module, "running_mean", None) is None)
+    return isinstance(module, BATCH_NORM) and (module.training or module.running_mean is None)
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a batch norm in training mode, by their names; None for every other call.
+
+    >>> rows = torch.zeros(2, 1)
+    >>> arguments_of(F.batch_norm, (rows, None, None), {"training": True})["eps"], arguments_of(F.relu, (rows,), {})
+    (1e-05, None)
+    """
+    names = CAUGHT.get(func)
+    if names is None:
+        return None
+    given = {**OPTIONS, **dict(zip(names, args, strict=False)), **kwargs}
+    return given if given["training"] else None
+
+
+class Sighted(BaseException):
+    """A batch norm that no module of the model owned up to."""
+
+
+class Lookout(TorchFunctionMode):
+    """Stops a forward that comes to a batch norm in training mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if arguments_of(func, args, kwargs or {}) is not None:
+            raise Sighted
+        return func(*args, **(kwargs or {}))
+
+
+class BatchNorm:
+    """How one door treats batch norm.
+
+    Args:
+        mode: "exact" or "local".
+        modules: where batch norm layers may be.
+    """
+
+    def __init__(self, mode: str, modules: Sequence[nn.Module]) -> None:
+        self.mode, self.modules = mode, modules
+        self.told: set[str] = set()  # a notice is given once
+        self.hidden: dict[Any, bool] = {}  # whether a call outside of all layers was sighted, in train or eval mode
+
+    def is_joint(self, inner: Sequence[nn.Module], micro_batches: int) -> bool:
+        """Whether the micro-batches of a batch have to meet.
+
+        Raises:
+            ModelError: they have to, and a layer can only be run alone.
+        """
+        if micro_batches == 1:
+            return False
+        layers = [module for module in inner if by_batch(module)]
+        if self.mode == "local":
+            self._tell(layers)
+            return False
+        for layer in layers:
+            if isinstance(layer, torch.jit.ScriptModule):
+                name = names_of(inner)[layer]
+                found = f"{name} is compiled by torch.jit, which shows nobody its batch norms"
+                raise ModelError(ASKED, found, "pass the model that was scripted, or freeze it with .eval()")
+        return bool(layers) or self.hidden.get(_mode_of(inner), False)
+
+    def sighted(self, attempt: Callable[[], Answer], inner: Sequence[nn.Module]) -> Answer:
+        """Runs an attempt at a batch; the first one looks out for batch norms that no layer tells of.
+
+        If there is one, everything is put back and the attempt begins anew, knowing it.
+        """
+        mode = _mode_of(inner)
+        if self.mode == "local" or mode in self.hidden or any(by_batch(m) or _is_compiled(m) for m in inner):
+            return attempt()
+        put_back = snapshot(generators_of(inner))
+        try:
+            with Lookout():
+                answer = attempt()
+            self.hidden[mode] = False
+            return answer
+        except Sighted:
+            self.hidden[mode] = True
+        put_back()
+        return attempt()
+
+    def _tell(self, layers: Iterable[nn.Module]) -> None:
+        wanted = set(layers)
+        names = [
+            name or type(module).__name__
+            for outer in (self.modules if wanted else ())
+            for name, module in outer.named_modules()
+            if module in wanted
+        ]
+        found = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        if found and found not in self.told:
+            self.told.add(found)
+            warnings.warn(LOCAL.format(found), stacklevel=5)
+
+
+def _mode_of(inner: Sequence[nn.Module]) -> bool:
+    return bool(inner) and inner[0].training
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """A compiled forward would be compiled twice, with the lookout and without."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -1,0 +1,135 @@
+"""The loss of one batch and its gradient, by the engine that suits the loss and the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from bigbatch.core.batch import Batch
+from bigbatch.core.gradients import detached
+from bigbatch.core.join import join
+from bigbatch.core.losses import call_loss
+from bigbatch.core.models import call
+from bigbatch.core.move import to_device
+from bigbatch.core.own_loss import OwnLoss
+from bigbatch.core.rules import Rule, weigh
+from bigbatch.core.split import Piece, Splitter
+from bigbatch.engines import lockstep, recompute, sequential
+
+Items = Sequence[tuple[Any, Any]]
+OnOutputs = Callable[[Any, Any], object] | None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be computed for one batch.
+
+    Attributes:
+        model: a module or a function.
+        loss_fn: None where the model returns its own loss.
+        rule: how the loss is weighed; None where the model has to be asked, or where nobody knows.
+        own_loss: asks the model.
+        joint: whether the micro-batches have to meet, for their batch norm.
+        activations: what becomes of them where the whole batch is needed.
+        splitter: counts samples.
+        autocast: the dtype of autocast around forward and loss.
+        scale: multiplies a weight by the loss scale of a GradScaler.
+        around: what a proof puts around a micro-batch.
+    """
+
+    model: Callable[..., Any]
+    loss_fn: Callable[..., Tensor] | None
+    rule: Rule | None
+    own_loss: OwnLoss | None
+    joint: bool
+    activations: str
+    splitter: Splitter
+    autocast: torch.dtype | None
+    scale: Callable[[Tensor], Tensor] | None
+    around: Callable[[Piece], AbstractContextManager[object]] | None
+
+    def run(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
+        """The batch's loss, with its gradient in `.grad`, and its denominator where it has one that bigbatch knows."""
+        if not batch.pieces:
+            return torch.zeros((), device=batch.device), None
+        rule = self.rule
+        if rule is None and self.own_loss is None:
+            return self._of_all_outputs(batch, items, on_outputs), None
+        if rule is None:
+            with self._autocast(batch.device):
+                rule = cast(OwnLoss, self.own_loss).rule(batch.pieces, batch.device)
+        return self._weighed(batch, items, rule, on_outputs)
+
+    def _weighed(self, batch: Batch, items: Items, rule: Rule, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
+        """A loss that adds up over micro-batches."""
+        weights, totals, denominator = weigh(rule, batch.pieces, items, batch.device)
+        extra, of = rule.extra(totals), rule.for_batch()
+        shown: list[Any] = []
+
+        def loss_of(piece: Piece) -> Tensor:
+            outputs = call(self.model, piece.inputs, extra)
+            if on_outputs is not None:
+                shown.append(outputs)
+            if rule.terms is not None:
+                rule.refuse_other_samples(outputs, piece.samples)
+            return of(outputs, piece.targets, totals)
+
+        def show(piece: Piece) -> None:  # once the backward is through, nobody minds what happens to the outputs
+            cast(Callable[[Any, Any], object], on_outputs)(detached(shown.pop(0)), piece.targets)
+
+        run, done = self._inside(loss_of, batch.device), None if on_outputs is None else show
+        if self.joint:
+            loss = lockstep.gradient(batch, weights, run, self.activations, self.scale, done)
+        else:
+            whole = sum(piece.samples for piece in batch.pieces)
+            shares = [piece.samples / whole for piece in batch.pieces]
+            loss = sequential.run(batch.there(), weights, shares, run, batch.buffers, self.scale, done)
+        return loss, denominator
+
+    def _of_all_outputs(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> Tensor:
+        """A loss that nobody can weigh is computed once, on the outputs of the whole batch."""
+
+        def forward(piece: Piece) -> Any:
+            return call(self.model, piece.inputs)
+
+        loss_fn = cast(Callable[..., Tensor], self.loss_fn)
+        samples = [self.splitter.count(*item) for item in items]
+        parts = [targets for _, targets in items]
+        targets = join(parts, samples, "targets") if len(parts) > 1 else parts[0]
+        targets = targets if batch.device is None else to_device(targets, batch.device)
+        inside = self._inside(forward, batch.device)
+        check = functools.partial(recompute.refuse_tied_axes, batch, inside, self.splitter)
+        if self.joint:
+            outputs = lockstep.outputs(batch, inside, self.activations, check)
+        else:
+            outputs = recompute.run(batch, inside, self.activations, len(batch.pieces) == 1, check)
+        with batch.buffers.lent(1.0):
+            with self._autocast(batch.device):
+                loss = sequential.scalar(call_loss(loss_fn, outputs, targets))
+            seed = sequential.weight_like(1.0, loss)
+            torch.autograd.backward(loss, self.scale(seed) if self.scale is not None else seed)
+        if on_outputs is not None:
+            on_outputs(detached(outputs), targets)
+        return loss.detach()
+
+    def _inside(self, function: Callable[[Piece], Any], device: torch.device | None) -> Callable[[Piece], Any]:
+        """The function, run under autocast and under whatever a proof puts around a micro-batch."""
+        if self.autocast is None and self.around is None:
+            return function
+
+        def run(piece: Piece) -> Any:
+            with self._autocast(device), self.around(piece) if self.around is not None else nullcontext():
+                return function(piece)
+
+        return run
+
+    def _autocast(self, device: torch.device | None) -> AbstractContextManager[object]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type if device is not None else "cpu", dtype=self.autocast)

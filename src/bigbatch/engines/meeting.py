@@ -1,0 +1,138 @@
+"""What a micro-batch meets on its way: its calls of batch norm are caught, and what it computes is marked as its own.
+
+A model may keep a tensor between two layers, in an attribute or a hook, and read it later in the same forward. With
+micro-batches side by side it would read its neighbour's. So every tensor that comes from a micro-batch's samples bears
+its mark, and a micro-batch that reads another one's is stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from bigbatch.core.batch_norm import ASKED, arguments_of
+from bigbatch.core.models import names_of
+from bigbatch.core.rng import inside_checkpoint
+from bigbatch.errors import ModelError
+
+MARK = "_bigbatch_comes_from"
+ON_THE_WAY = {__file__, F.__file__, torch.overrides.__file__}
+
+
+class Call:
+    """One call of batch norm, on its way to meet those of the other micro-batches.
+
+    Attributes:
+        where: the line of code that made the call.
+        entered: the piece that waits.
+        met: what it needs to go on, once all are here.
+    """
+
+    entered: Any = None
+    met: Any = None
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.weight, self.bias = given["weight"], given["bias"]
+        self.running_mean, self.running_var = given["running_mean"], given["running_var"]
+        self.momentum, self.eps = given["momentum"], given["eps"]
+        self.where = line_of_caller()
+
+    def key(self, inner: Iterable[nn.Module]) -> Any:
+        """What two calls of one layer have in common, though each has running statistics of its own."""
+        if self.weight is not None and self.weight.is_leaf:
+            return id(self.weight)
+        return self.owner(inner) or self.where
+
+    def owner(self, inner: Iterable[nn.Module]) -> nn.Module | None:
+        """The module whose weight or running statistics these are, while they are the micro-batch's own."""
+        own = {id(held) for held in (self.weight, self.running_mean) if held is not None}
+        for module in inner:
+            if any(id(held) in own for held in (*module._parameters.values(), *module._buffers.values())):
+                return module
+        return None
+
+    def name(self, inner: Iterable[nn.Module]) -> str:
+        owner = self.owner(inner)
+        return f"batch norm called at {self.where}" if owner is None else names_of(inner)[owner]
+
+
+def line_of_caller() -> str:
+    """The first line of code outside of `torch.nn.functional` that led here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in ON_THE_WAY:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class Meeting(TorchFunctionMode):
+    """Sees every function of PyTorch that one micro-batch calls.
+
+    Args:
+        mark: the number of the forward, and of the micro-batch in it.
+        before: called first each time; it may raise.
+        batch_norm: `batch_norm(k, x, call)` answers micro-batch k's calls of batch norm in training mode.
+    """
+
+    def __init__(
+        self, mark: tuple[int, int], before: Callable[[], None], batch_norm: Callable[[int, Tensor, Call], Tensor]
+    ) -> None:
+        super().__init__()
+        self.mark, self.before, self.batch_norm = mark, before, batch_norm
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.before()
+        given = arguments_of(func, args, kwargs)
+        if given is not None:
+            return self._caught(func, given.pop("input"), Call(given))
+        mine = False
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                mine = self._is_mine(value) or mine
+            elif type(value) is list or type(value) is tuple:
+                mine = any([self._is_mine(item) for item in value if isinstance(item, Tensor)]) or mine
+        out = func(*args, **kwargs)
+        if mine:
+            self.follow((args[0],) if func is Tensor.__setitem__ else (out,))
+        return out
+
+    def follow(self, values: Iterable[Any]) -> None:
+        """Marks tensors, also in lists and tuples."""
+        for value in values:
+            if isinstance(value, Tensor):
+                value.__dict__[MARK] = self.mark
+            elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+                self.follow(value)
+
+    def _is_mine(self, value: Tensor) -> bool:
+        mark = value.__dict__.get(MARK)
+        if mark is None or mark[0] != self.mark[0]:
+            return False
+        if mark[1] == self.mark[1]:
+            return True
+        raise ModelError(
+            ASKED,
+            f"micro-batch {self.mark[1]} reads a tensor of shape {tuple(value.shape)} that was computed from "
+            f"micro-batch {mark[1]}: the model keeps it between two layers (in an attribute, a hook, a list)",
+            "hand it on as an argument or a result, freeze batch norm with .eval(), or pass batch_norm='local'",
+        )
+
+    def _caught(self, func: Any, x: Tensor, call: Call) -> Tensor:
+        if inside_checkpoint():
+            raise ModelError(
+                ASKED,
+                f"a batch norm inside torch.utils.checkpoint ({call.where}), whose second forward would be alone",
+                "switch checkpointing off: activations wait on the host already",
+            )
+        if func is torch.native_batch_norm:
+            raise ModelError(ASKED, f"torch.native_batch_norm at {call.where}", "call torch.nn.functional.batch_norm")
+        self._is_mine(x)
+        out = self.batch_norm(self.mark[1], x, call)
+        self.follow((out,))
+        return out

@@ -31,8 +31,10 @@ from bigbatch.core.live import Live
 from bigbatch.core.split import even_borders
 from bigbatch.engines import replayed
 from bigbatch.errors import MicroBatchTooLarge, ModelError, OptionError
+from bigbatch.fit import meter as meter_file
 from bigbatch.fit import oom
 from bigbatch.fit import sizer as sizer_file
+from bigbatch.fit.curve import foreseen
 from bigbatch.fit.need import Need, Place
 from bigbatch.fit.sizer import Sizer
 from bigbatch.fit.tune import Tuner
@@ -645,6 +647,123 @@ def test_on_the_cpu_a_counted_budget_holds(memory: int | str) -> None:
     assert live.peak_bytes > allowed  # so the bound says something
 
 
+class Blocks(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        block = nn.TransformerEncoderLayer(width, 4, 2 * width, batch_first=True)
+        self.blocks, self.last = nn.TransformerEncoder(block, layers, enable_nested_tensor=False), nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.blocks(x).mean(1))
+        return out
+
+
+CONV = (nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten())
+BUDGETED = {
+    "perceptron": (lambda: deep(), (32,)),
+    "heavy": (lambda: nn.Sequential(nn.Linear(16, 400), nn.ReLU(), nn.Linear(400, 100), nn.Tanh()), (16,)),
+    "attention": (lambda: Blocks(16, 2), (6, 16)),
+    "convolution": (lambda: copy.deepcopy(nn.Sequential(*CONV, nn.Linear(512, 10))), (1, 8, 8)),
+}
+
+
+def live_peak(door: int, model: nn.Module, x: Tensor, size: int | str, memory: int | None, times: int) -> list[Any]:
+    """The peak of live bytes in the door's own work, in each of several windows, and the door."""
+    torch.manual_seed(4)
+    y = torch.randint(0, 3, (len(x),))
+    accumulator = Accumulator(model, nn.CrossEntropyLoss(), micro_batch_size=size, memory=memory)
+    wrapped, found = MicroBatched(model, size, memory=memory), []
+    for _ in range(times):
+        model.zero_grad()
+        live = Live()
+        if door == 1:
+            with live:
+                accumulator.backward(x, y)
+        else:
+            with live:
+                outputs = wrapped(x)
+            gradient = torch.randn_like(outputs)
+            with live:
+                outputs.backward(gradient)
+        report = accumulator.report if door == 1 else wrapped.report
+        found.append((live.peak_bytes, report.micro_batch_size, report.retries))
+        outputs = None
+    return found
+
+
+@pytest.mark.parametrize("door", [1, 2])
+@pytest.mark.parametrize("kind", BUDGETED)
+def test_the_first_guess_fits_and_is_not_far_from_the_largest_that_does(door: int, kind: str) -> None:
+    make, shape = BUDGETED[kind]
+    torch.manual_seed(2)
+    model, x = make(), torch.randn(256, *shape)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for wanted in (24, 100):
+        allowed = live_peak(door, model, x, wanted, None, 1)[0][0]
+        found = live_peak(door, model, x, "auto", allowed + 3 * weights, 6)  # three: the weights, and Adam's moments
+        print(f"door {door}, {kind}: {wanted} fit, {[(round(peak / allowed, 2), size) for peak, size, _ in found]}")
+        assert found[0][0] <= allowed and 2 * found[0][1] >= wanted
+        assert all(peak <= 1.01 * allowed for peak, *_ in found)
+    assert all(torch.equal(tensor, buffers[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_guess_from_what_the_forward_keeps_alone_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sabotage: a prediction that halves what it saw."""
+    monkeypatch.setattr(sizer_file, "foreseen", lambda *args: (foreseen(*args)[0] / 2, 0.0))
+    with pytest.raises(AssertionError):
+        test_the_first_guess_fits_and_is_not_far_from_the_largest_that_does(1, "perceptron")
+
+
+def test_the_measure_beforehand_leaves_no_trace() -> None:
+    x, y = arguments(Drops), targets()
+    weights = sum(parameter.nbytes for parameter in made(Drops).parameters())
+    for size, memory in ((1, None), ("auto", 5 * weights)):
+        model = made(Drops)
+        torch.manual_seed(8)
+        accumulator = Accumulator(model, nn.MSELoss(), micro_batch_size=size, memory=memory)
+        if memory is not None:
+            accumulator.sizer._chosen = lambda need: 1  # type: ignore[union-attr]
+        loss = accumulator.backward(x, y)
+        if memory is None:
+            expected = state(model, loss)
+    assert accumulator.sizer is not None and accumulator.sizer.tuner.sample_bytes > 0
+    same(state(model, loss), expected)
+
+
+def test_a_model_that_refuses_one_sample_is_run_without_a_prediction() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    accumulator = Accumulator(model, nn.MSELoss(), batch_norm="local", memory="1MiB")
+    accumulator.backward(torch.randn(64, 4), torch.randn(64, 4))
+    assert accumulator.report.micro_batch_size == 4 and int(model[1].num_batches_tracked) == 1
+
+
+def test_door_2_tells_what_it_did_and_counts_the_retries_of_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = made(Recurrent), arguments(Recurrent)
+    wrapped = MicroBatched(model, 4)
+    assert wrapped.report is None
+    wrapped(x)
+    assert (wrapped.report.samples, wrapped.report.micro_batches, wrapped.report.retries) == (N, 3, 0)
+    wrapped = MicroBatched(model)
+    with Fails(at(1)):
+        outputs = wrapped(x)
+    assert wrapped.report.retries == 1 and wrapped.report.denominator is None
+    with Inside(1, False, monkeypatch) as mode:
+        outputs.sum().backward()
+    assert mode.raised == 1 and wrapped.report.retries == 2
+    assert json.loads(json.dumps(wrapped.report.to_dict()))["retries"] == 2
+
+
+def test_a_call_without_a_graph_says_nothing_about_one_with_a_backward() -> None:
+    wrapped = MicroBatched(deep(), memory=600_000)
+    for _ in range(3):
+        with torch.no_grad():
+            wrapped(torch.randn(256, 32))
+    assert wrapped._door.sizer.tuner.windows == 0 and wrapped._door.without_graph.tuner.windows == 3
+    wrapped(torch.randn(256, 32))
+    assert wrapped._door.sizer.tuner.windows == 0  # until its backward has been measured
+
+
 def test_a_counted_budget_guides_and_does_not_refuse() -> None:
     accumulator = Accumulator(deep(), nn.MSELoss(), memory=1000)
     accumulator.backward(torch.randn(6, 32), torch.randn(6, 32))
@@ -693,7 +812,7 @@ def share_of_the_best(samples: int, overhead: float, bend: float, share: float, 
         return size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizer_file, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+        patch.setattr(meter_file, "time", SimpleNamespace(perf_counter=clock.perf_counter))
         sizer, need = Sizer(None), Need(samples, 1.0, Place([], None))
         for _ in range(21):
             tries.append([])
@@ -702,15 +821,20 @@ def share_of_the_best(samples: int, overhead: float, bend: float, share: float, 
     return min(seconds(size) for size in range(1, min(samples, fits) + 1)) / seconds(tries[-1][-1])
 
 
-@given(samples=st.integers(8, 2000), overhead=st.floats(0.1, 200), share=st.floats(0.02, 3), seed=st.integers(0, 99))
-@settings(max_examples=60)
-def test_the_sizer_settles_on_a_fast_size_that_fits(samples: int, overhead: float, share: float, seed: int) -> None:
-    assert share_of_the_best(samples, overhead, 0.0, share, seed) >= 0.95
-
-
-@pytest.mark.xfail(
-    strict=True, reason="beside a wall that nobody measured, a smaller and faster size is not looked for"
+@given(
+    samples=st.integers(8, 2000),
+    overhead=st.floats(0.1, 200),
+    bend=st.sampled_from([0.0]) | st.floats(-6, 0).map(lambda power: 10**power),
+    share=st.floats(0.02, 3),
+    seed=st.integers(0, 99),
 )
+@settings(max_examples=60)
+def test_the_sizer_settles_on_a_fast_size_that_fits(
+    samples: int, overhead: float, bend: float, share: float, seed: int
+) -> None:
+    assert share_of_the_best(samples, overhead, bend, share, seed) >= 0.95
+
+
 def test_a_card_that_slows_down_with_size_is_searched_below_its_wall() -> None:
     assert share_of_the_best(1162, 173.0, 0.0024448233322125453, 0.5, 96) >= 0.95
 

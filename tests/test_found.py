@@ -258,10 +258,13 @@ class Hidden(nn.Module):
 
 
 @pytest.mark.parametrize("door", ["accumulator", "keep"])
-def test_batch_norm_hidden_in_a_list_is_refused(door: str) -> None:
-    """A module in a plain attribute of a module counts among the modules, and is refused like any other."""
-    with pytest.raises(BigBatchError, match="batch norm"):
-        through(door, built(Hidden))
+def test_batch_norm_hidden_in_a_list_sees_the_whole_batch(door: str) -> None:
+    """A module in a plain attribute of a module counts among the modules."""
+    ours, whole = built(Hidden), built(Hidden)
+    unknown(whole(inputs()), TARGETS).backward()
+    through(door, ours)
+    assert_same(gradients(ours), gradients(whole))
+    assert_same(list(ours.hidden[0].buffers()), list(whole.hidden[0].buffers()))
 
 
 def test_a_loader_that_reuses_its_buffer_is_refused_or_right() -> None:

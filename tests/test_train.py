@@ -18,10 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from bigbatch.cli import application
 from bigbatch.errors import BigBatchError, OptionError, RecipeError
 from bigbatch.recipes import load
 from bigbatch.terms import Recipe
-from bigbatch.training import Settings, decide, train
+from bigbatch.training import Settings, check, decide, train
 from bigbatch.training.folder import fresh
 from bigbatch.training.log import Update
 from bigbatch.training.loop import Result, Watcher
@@ -441,7 +442,7 @@ def test_an_automatic_run_under_a_budget_writes_what_it_used(name: str, tmp_path
     pieces = [int(line["micro_batches"]) for line in lines]
     assert sizes[0] < 64  # the whole batch needs more than 4 KiB
     assert [math.ceil(64 / size) for size in sizes] == pieces
-    assert {line["retries"] for line in lines} == ({"0"} if name == "small" else {""})
+    assert {line["retries"] for line in lines} == {"0"}
     assert report["settings"]["micro_batch_size"] == "auto"
     assert report["settings"]["memory"] == "4KiB"
     assert report["micro_batch_size"] == sizes[-1]
@@ -553,3 +554,21 @@ def test_a_trial_is_kept_with_the_rest(tmp_path: Path) -> None:
     result = train(recipe, decide(recipe.defaults, {"max_steps": 1, "proof": False}), tmp_path, trial=trial)
     assert "tried for real, automatic size" in str(result)
     assert json.loads((tmp_path / "run.json").read_text())["trial"]["retries"] == 2
+
+
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    job = small(loss_fn=nn.CrossEntropyLoss())
+    before = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}
+    with pytest.raises(OptionError, match="memory=1072 was asked for.*weights take 268 B"):
+        check(job, decide(job.defaults, {"memory": 1072, "cpu": True}))
+    assert not list(tmp_path.iterdir()) and all(torch.equal(job.model.state_dict()[n], t) for n, t in before.items())
+    check(job, decide(job.defaults, {"memory": 1073, "cpu": True}))
+
+
+def test_the_command_makes_no_folder_for_a_budget_that_is_too_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match="memory='4KiB' was asked for"):
+        application()(["train", "digits", "--memory", "4KiB", "--cpu"], standalone_mode=False)
+    assert not list(tmp_path.iterdir())

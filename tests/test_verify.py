@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from bigbatch.accumulator import Accumulator
 from bigbatch.engines import replay
-from bigbatch.errors import BigBatchError, ModelError, OptionError
+from bigbatch.errors import ModelError, OptionError
 from bigbatch.micro_batched import MicroBatched
 from bigbatch.verifier import Verdict, verify
 
@@ -721,8 +721,6 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
 
 
 def test_refusals_pass_through() -> None:
-    with pytest.raises(BigBatchError, match="batch norm"):
-        verify(mlp(nn.BatchNorm1d(8)), nn.CrossEntropyLoss(), *classes())
     with pytest.raises(OptionError, match="batch_norm"):
         verify(mlp(), nn.CrossEntropyLoss(), *classes(), batch_norm="maybe")
     with pytest.raises(OptionError, match="split was given"):
@@ -770,3 +768,24 @@ def test_a_wrapper_with_an_automatic_size_is_found_out_too() -> None:
     verdict = verify(MicroBatched(mlp(Centred()), "auto"), contrastive, *classes())
     assert not verdict.equal
     assert verify(MicroBatched(mlp(Centred()), "auto"), contrastive, *classes(1)).notes  # one sample: nothing is split
+
+
+def test_an_automatic_size_is_judged_at_the_size_that_it_chooses() -> None:
+    model, loss_fn, (x, y) = mlp(), nn.CrossEntropyLoss(), classes()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    for options in ({"micro_batch_size": "auto", "memory": 5 * weights}, {"memory": 5 * weights}):
+        verdict = verify(model, loss_fn, x, y, **options)
+        assert verdict.equal and 1 <= verdict.micro_batch_size < len(x), str(verdict)
+        assert f"micro_batch_size={verdict.micro_batch_size} was chosen automatically" in verdict.notes
+    free = verify(model, loss_fn, x, y, micro_batch_size="auto")
+    assert free.equal and any(f"as the automatic {len(x)} would not split" in note for note in free.notes)
+    assert not verify(mlp(Centred()), loss_fn, x, y, micro_batch_size="auto").equal
+    wrapped = verify(MicroBatched(mlp(), memory=5 * weights), contrastive, x, y, micro_batch_size="auto")
+    assert wrapped.equal and wrapped.micro_batch_size < len(x)
+
+
+def test_a_budget_for_a_number_is_refused_by_a_proof_too() -> None:
+    with pytest.raises(OptionError, match="a budget only guides the automatic size"):
+        verify(mlp(), nn.CrossEntropyLoss(), *classes(), micro_batch_size=4, memory="1GiB")
+    with pytest.raises(OptionError, match="memory='much'"):
+        verify(mlp(), nn.CrossEntropyLoss(), *classes(), micro_batch_size="auto", memory="much")

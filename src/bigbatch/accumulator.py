@@ -137,7 +137,7 @@ class Accumulator:
         if not isinstance(size, str):
             loss, facts = attempt(size, on_outputs)
         else:
-            need, shown = need_of(delivered, self.splitter, place, self.batch_norm), Shown(on_outputs)
+            need, shown = need_of(delivered, self.splitter, place, self._attempt), Shown(on_outputs)
             (loss, facts), retries = cast(Sizer, self.sizer).run(lambda size: attempt(size, shown.again()), need)
             shown.hand_on()
         self.report = StepReport(**facts, retries=retries, seconds=time.perf_counter() - start)

@@ -4,134 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from bigbatch.core import batch_norm as batch_norms
 from bigbatch.core import models
-from bigbatch.core.arguments import gathered, spread
-from bigbatch.core.batch import Batch
 from bigbatch.core.batch_norm import BatchNorm
-from bigbatch.core.buffers import Buffers
-from bigbatch.core.rng import preserved_rng
-from bigbatch.core.split import Piece, Splitter
+from bigbatch.core.split import Splitter
 from bigbatch.core.units import parse_bytes
-from bigbatch.engines import lockstep, recompute, replayed
+from bigbatch.door import Door
+from bigbatch.engines import recompute
 from bigbatch.errors import OptionError
-from bigbatch.fit.need import Place, need_of
-from bigbatch.fit.oom import is_out_of_memory, let_go
 from bigbatch.fit.sizer import Sizer, check_auto
+from bigbatch.terms import StepReport
 
-OWN = frozenset({"_wrapped", "_door", "forward"})
-
-
-@dataclass
-class Door:
-    """How one model is run in micro-batches.
-
-    Attributes:
-        micro_batch_size: samples in one micro-batch, or "auto".
-        activations: "recompute", "offload" or "keep".
-        keep_bytes: memory to spend on keeping the activations of the last micro-batches; None for no more than needed.
-        batch_norm: "exact" or "local".
-        splitter: cuts the arguments of a call.
-        modules: the model, and modules that it holds in plain attributes.
-        sizer: chooses the size where it is automatic.
-        around: what a proof puts around the forward of a micro-batch.
-        checked: micro-batch sizes whose outputs are known to be joinable.
-        sample_bytes: bytes that the backward of one sample keeps, once measured.
-        norms: how batch norm is treated.
-    """
-
-    micro_batch_size: int | str
-    activations: str
-    keep_bytes: int | None
-    batch_norm: str
-    splitter: Splitter
-    modules: list[nn.Module]
-    sizer: Sizer
-    norms: BatchNorm
-    around: Callable[[Piece], Any] | None = None
-    checked: set[int] = field(default_factory=set)
-    sample_bytes: float | None = None
-
-    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's outputs for the whole batch."""
-        inputs = gathered(args, kwargs)
-        inner = models.inner_modules(self.modules)
-        if not isinstance(self.micro_batch_size, str):
-            size = self.micro_batch_size
-            return self.norms.sighted(lambda: self._attempt(model, inputs, inner, size), inner)
-        parameters = models.parameters_of(inner)
-        place = Place(inner, models.device_of(parameters), parameters)
-        need = need_of([(inputs, None)], self.splitter, place, self.batch_norm)
-
-        def too_large(size: int) -> None:
-            self.sizer.tuner = self.sizer.tuner.failed(size, need.cost)
-
-        tries = replayed.Tries(too_large, is_out_of_memory, let_go)
-
-        def attempt(size: int) -> Any:
-            return self.norms.sighted(lambda: self._attempt(model, inputs, inner, size, tries), inner)
-
-        return self.sizer.run(attempt, need)[0]
-
-    def _attempt(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        inner: list[nn.Module],
-        micro_batch_size: int,
-        tries: replayed.Tries | None = None,
-    ) -> Any:
-        """The outputs from micro-batches of one size; with `tries`, a backward that runs out of memory goes smaller."""
-        pieces = self.splitter.pieces(inputs, None, micro_batch_size)
-        positional, keywords = spread(inputs)
-        if not pieces:
-            return model(*positional, **keywords)
-
-        def forward(piece: Piece) -> Any:
-            positional, keywords = spread(piece.inputs)
-            if self.around is None:
-                return model(*positional, **keywords)
-            with self.around(piece):
-                return model(*positional, **keywords)
-
-        parameters = models.parameters_of(inner)
-        device = models.device_of(parameters)
-        batch = Batch([inputs], pieces, inner, Buffers(inner), device)
-        size = pieces[0].samples
-        check = (
-            None
-            if size in self.checked
-            else functools.partial(recompute.refuse_tied_axes, batch, forward, self.splitter)
-        )
-        joint = self.norms.is_joint(inner, len(pieces))
-        kept = 1 if len(pieces) == 1 else 0 if joint else self._kept(batch, forward)
-        with batch.buffers.put_back_on_error():
-            if joint:
-                outputs = lockstep.outputs(batch, forward, self.activations, check)
-            elif tries is not None and torch.is_grad_enabled():
-                outputs = replayed.run(batch, forward, parameters, self.splitter, tries, kept=kept, check=check)
-            else:
-                outputs = recompute.run(batch, forward, self.activations, kept, check)
-        self.checked.add(size)
-        return outputs
-
-    def _kept(self, batch: Batch, forward: recompute.Forward) -> int:
-        """How many of the last micro-batches the stated budget keeps; the first time, one of them is measured."""
-        if self.keep_bytes is None or not torch.is_grad_enabled():
-            return 0
-        if self.sample_bytes is None:
-            first = recompute.fresh(recompute.moved(batch.pieces[0], batch.device), batch.pieces[0])
-            constants = [*models.parameters_of(batch.inner), *batch.buffers.originals]
-            with preserved_rng(models.generators_of(batch.inner)), batch.buffers.replayed():
-                self.sample_bytes = recompute.saved_bytes(forward, first, constants) / first.samples
-        return affordable([piece.samples for piece in batch.pieces], self.sample_bytes, self.keep_bytes)
+OWN = frozenset({"_wrapped", "_door", "forward", "report"})
 
 
 class MicroBatched(nn.Module):
@@ -160,6 +48,7 @@ class MicroBatched(nn.Module):
     recomputation; Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
     arXiv:2101.06983, for a loss that needs the whole batch.
 
+    >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> model, images = nn.Linear(4, 3), torch.randn(10, 4)
     >>> similarity = MicroBatched(model, micro_batch_size=4)(images) @ model(images).T
@@ -194,20 +83,19 @@ class MicroBatched(nn.Module):
         self.__dict__["_wrapped"] = model
         modules = models.find_modules(model)
         self.__dict__["_door"] = Door(
-            micro_batch_size,
-            activations,
-            budget,
-            batch_norm,
-            splitter,
-            modules,
-            Sizer(memory),
-            BatchNorm(batch_norm, modules),
+            *(micro_batch_size, activations, budget, batch_norm, splitter, modules),
+            *(Sizer(memory), BatchNorm(batch_norm, modules), Sizer(memory)),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._door.run(self._wrapped, args, kwargs)
 
     forward = __call__
+
+    @property
+    def report(self) -> StepReport | None:
+        """What the last call did, and how often memory ran out in backwards since; None before the first call."""
+        return self._door.report  # type: ignore[no-any-return]
 
     def __getattribute__(self, name: str) -> Any:
         if name in OWN or (name.startswith("__") and name.endswith("__")):
@@ -245,18 +133,3 @@ def restored(model: nn.Module, door: Door) -> MicroBatched:
     wrapper = MicroBatched.__new__(MicroBatched)
     wrapper.__dict__.update(_wrapped=model, _door=door)
     return wrapper
-
-
-def affordable(samples: list[int], sample_bytes: float, budget: int) -> int:
-    """How many of the last micro-batches fit a budget together.
-
-    >>> affordable([4, 4, 3, 3], sample_bytes=10.0, budget=75)
-    2
-    """
-    kept, spent = 0, 0.0
-    for size in reversed(samples):
-        spent += size * sample_bytes
-        if spent > budget:
-            break
-        kept += 1
-    return kept

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bigbatch.cli.options import BatchSize, Memory, MicroBatchSize, RecipeName, Seed, size
 from bigbatch.recipes import load
-from bigbatch.training import decide, train
+from bigbatch.training import check, decide, train
 from bigbatch.training.folder import fresh
 from bigbatch.training.screen import watched
 from bigbatch.training.trial import RECIPE, tried
@@ -50,6 +50,7 @@ def command(
     decide({}, asked)  # a value that cannot be meant is refused before any data is read
     job = load(recipe, seed)
     settings = decide(job.defaults, asked)
+    check(job, settings)
     console = Console()
     with watched(console) as watcher:
         folder = fresh(out if out is not None else Path("runs") / job.name)

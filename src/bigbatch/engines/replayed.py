@@ -8,6 +8,7 @@ out-of-memory error on the way throws away what was summed and starts the node's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,11 +50,13 @@ class Tries:
         on_failure: told the samples of each piece that did not fit in the backward.
         is_oom: whether an error says that memory ran out.
         let_go: makes an error release every tensor of the failed try.
+        around: entered around each try of the backward, to measure it.
     """
 
     on_failure: Callable[[int], None]
     is_oom: Callable[[BaseException], bool]
     let_go: Callable[[BaseException], None]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def run(
@@ -171,7 +174,8 @@ class Call:
         limit: int | None = None
         while True:
             try:
-                return self._attempt(gradients, limit)
+                with self.tries.around():
+                    return self._attempt(gradients, limit)
             except BaseException as error:
                 if not self.tries.is_oom(error):
                     raise
@@ -180,10 +184,8 @@ class Call:
             self.tries.on_failure(self.at_hand)
             size = self.at_hand if limit is None else min(limit, self.at_hand)
             if size == 1:
-                asked = "the backward of a micro-batch was asked for"
-                raise MicroBatchTooLarge(
-                    asked, "memory ran out, one sample at a time too", "make the model or the sample smaller"
-                )
+                asked, found = "the backward of a micro-batch was asked for", "memory ran out, one sample at a time too"
+                raise MicroBatchTooLarge(asked, found, "make the model or the sample smaller")
             limit = (size + 1) // 2
 
     def _attempt(self, gradients: Gradients, limit: int | None) -> list[Tensor | None]:

@@ -55,7 +55,7 @@ def run(
                 constant = False
             if done is not None:
                 done(piece)
-        losses.append(loss.detach())
+        losses.append(loss.detach().clone())  # on the CPU a mean squared error may lie in a storage as large as outputs
         used.append(seed)
     if constant:
         losses[-1].backward()  # type: ignore[no-untyped-call]  # PyTorch's own error says what is missing

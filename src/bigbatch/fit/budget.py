@@ -70,3 +70,18 @@ def total_bytes(device: torch.device) -> int:
         asked, found = f"memory as a fraction of {device} was asked for", "the device does not tell its size"
         raise OptionError(asked, found, 'pass bytes, or text such as "2GiB"')
     return min(sizes)
+
+
+def affordable(samples: list[int], sample_bytes: float, budget: int) -> int:
+    """How many of the last micro-batches fit a budget together.
+
+    >>> affordable([4, 4, 3, 3], sample_bytes=10.0, budget=75)
+    2
+    """
+    kept, spent = 0, 0.0
+    for size in reversed(samples):
+        spent += size * sample_bytes
+        if spent > budget:
+            break
+        kept += 1
+    return kept

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 NOISE = 0.01  # an allocator's peak differs by about this share between two equal windows
 
 
+UNSEEN = (
+    1.1  # a prediction's bytes for each sample, over what was counted: scratch space, the next micro-batch's inputs
+)
+
+
 @dataclass(frozen=True)
 class Seen:
     """A micro-batch size that fitted.
@@ -87,3 +92,34 @@ def limit_from(item: Seen, cost: float, budget: float, fixed: float) -> float:
         return 0.9 * size * max(0.0, budget - fixed) / max(peak - fixed, 1e-9)
     slope = max((1 + NOISE) * peak - fixed, 1e-9) / size
     return size + (budget - peak) / slope
+
+
+def foreseen(
+    small: Sequence[int], large: Sequence[int], samples: tuple[int, int], room: float, gradients: Sequence[int]
+) -> tuple[float, float]:
+    """Bytes for each sample, and bytes that no size changes, where a micro-batch that grows meets `room` first.
+
+    Live bytes after an operator grow in a straight line with the samples. The operator that has the most of them for a
+    few samples (the last gradient of a weight) is not the one that has the most for many (the end of the forward).
+
+    Args:
+        small, large: live bytes after each operator of one forward and backward, with few samples and with more.
+        samples: how many samples each of them ran.
+        room: bytes that may be used.
+        gradients: bytes of each weight's gradient. From the second micro-batch on all of them are there, and the new
+            ones, which are added to them, come one after the other.
+
+    >>> foreseen([10, 104], [20, 105], (1, 2), 1000, [40, 10])  # 50 and 10 a sample, or 103 and 1 a sample
+    (10.0, 50.0)
+    """
+    few, many = samples
+    there, one = sum(gradients), max(gradients, default=0)
+
+    def fixed(low: float) -> float:
+        return max(low, there + min(max(0.0, low), one))
+
+    if len(small) != len(large) or many <= few:  # other operators ran, so nothing is known to be fixed
+        return max(small) / few, float(there + one)
+    slopes = [(after - before) / (many - few) for before, after in zip(small, large, strict=True)]
+    lines = [(slope, fixed(low - few * slope)) for slope, low in zip(slopes, small, strict=True) if slope > 0]
+    return min(lines, key=lambda line: (room - line[1]) / line[0], default=(max(large) / many, float(there + one)))

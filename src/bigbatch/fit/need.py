@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bigbatch.core.batch_norm import by_batch
 from bigbatch.core.split import Splitter
 from bigbatch.core.tree import leaves
+
+Probe = Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,54 @@ class Need:
         samples: samples in the batch, or in the largest micro-batch that was delivered.
         cost: elements of one sample's largest field.
         place: where it runs.
-        whole_only: begin with the whole batch, as the model takes no smaller piece willingly (batch norm).
+        probe: runs so many samples forward and backward, or a few more, and leaves all as it was but for random
+            numbers; returns how many, and the bytes that the whole batch holds beside its micro-batches.
     """
 
     samples: int
     cost: float
     place: Place
-    whole_only: bool = False
+    probe: Probe | None = None
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def need_of(items: Sequence[tuple[Any, Any]], splitter: Splitter, place: Place, batch_norm: str) -> Need:
-    """What a batch, as it was delivered, asks of the device."""
+class Enough(Exception):
+    """Ends a try on a few samples, which takes back all that it has done."""
+
+
+def need_of(
+    items: Sequence[tuple[Any, Any]],
+    splitter: Splitter,
+    place: Place,
+    attempt: Callable[..., Any] | None = None,
+) -> Need:
+    """What a batch, as it was delivered, asks of the device.
+
+    Args:
+        items: inputs and targets, as they were delivered.
+        splitter: cuts them.
+        place: where they run.
+        attempt: `attempt(items, place, on_outputs, None)` runs items, shows their outputs after their backward, and
+            after an error leaves everything as it was.
+    """
     samples = [splitter.count(*item) for item in items]
-    whole_only = batch_norm == "exact" and any(map(by_batch, place.inner))
-    return Need(max(samples, default=0), cost_of(items, samples), place, whole_only)
+    need = Need(max(samples, default=0), cost_of(items, samples), place)
+    if attempt is None or not need.samples:
+        return need
+
+    def stop(*_: Any) -> None:
+        raise Enough
+
+    def probe(size: int) -> tuple[int, int]:
+        piece = splitter.pieces(*items[samples.index(need.samples)], size)[0]
+        with suppress(Enough):
+            attempt([(piece.inputs, piece.targets)], place, stop, None)
+        return piece.samples, 0
+
+    return replace(need, probe=probe)
 
 
 def cost_of(items: Sequence[tuple[Any, Any]], samples: Sequence[int]) -> float:

@@ -68,7 +68,9 @@ def next_size(found: list[Candidate], samples: int, home: float, windows: int, b
     if not known:
         return nearest(found, home)
     best = max(known, key=lambda item: item.rate)
-    if known[0].rate >= SLOWER * best.rate and found[0].size >= STEP * known[0].size:
+    # While searching, noise may hide that larger is faster; afterwards a detour through slow sizes is a loss.
+    no_slower = known[0].rate >= (SLOWER if windows < SEARCH_WINDOWS else 1.0) * best.rate
+    if no_slower and found[0].size >= STEP * known[0].size:
         return upwards(known[0].size, found[0].size, samples) if by_failure else found[0].size
     if windows < SEARCH_WINDOWS:
         return explored(found, known, best) or best.size

@@ -6,21 +6,21 @@ Here decisions meet the device: this is the only file that asks it for bytes and
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from bigbatch.core.gradients import is_to_be_tried_again
-from bigbatch.core.live import Live
 from bigbatch.core.models import generators_of
-from bigbatch.core.rng import snapshot
+from bigbatch.core.rng import preserved_rng, snapshot
 from bigbatch.core.split import check_size
 from bigbatch.errors import MicroBatchTooLarge, OptionError
 from bigbatch.fit.budget import budget_bytes
+from bigbatch.fit.curve import UNSEEN, foreseen
+from bigbatch.fit.meter import Meter, course_of
 from bigbatch.fit.need import Need, Place, bytes_of
 from bigbatch.fit.oom import free_cached, is_out_of_memory, let_go
 from bigbatch.fit.tune import Tuner
@@ -28,7 +28,18 @@ from bigbatch.fit.tune import Tuner
 Answer = TypeVar("Answer")
 MOMENTS = 2  # what the first step of Adam allocates for every trained number; fewer for most other optimizers
 PENDING = 16  # windows whose end the device has not reached yet, and that are asked again at the next one
-COUNTED = 2  # windows in which the CPU counts its bytes; two sizes tell a fixed part from a part for each sample
+COUNTED = 2  # sizes at which bytes are counted, operator by operator; two tell a fixed part from a part for each sample
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A batch that went through: at which size, after how many tries that did not fit, and what was measured."""
+
+    size: int
+    cost: float
+    samples: int
+    retries: int
+    meter: Meter
 
 
 @dataclass
@@ -38,12 +49,14 @@ class Sizer:
     Attributes:
         memory: the budget as the user stated it, see `budget_bytes`.
         tuner: all that is known so far; its record is the state that a checkpoint keeps.
+        unfinished: a batch whose backward has begun outside of here; if it never ends, its size has failed.
     """
 
     memory: int | str | float | None
     tuner: Tuner = field(default_factory=Tuner)
     first_versions: list[int] | None = None
     pending: list[Callable[[], bool]] = field(default_factory=list)
+    unfinished: Ran | None = None
 
     def run(self, attempt: Callable[[int], Answer], need: Need) -> tuple[Answer, int]:
         """What `attempt(micro_batch_size)` returns, and how many tries ran out of memory before.
@@ -55,14 +68,21 @@ class Sizer:
         Raises:
             MicroBatchTooLarge: one sample does not fit.
         """
-        if not need.samples:
-            return attempt(1), 0
+        answer, ran = self.begin(attempt, need)
+        self.learn(ran)
+        return answer, ran.retries
+
+    def begin(self, attempt: Callable[[int], Answer], need: Need) -> tuple[Answer, Ran]:
+        """The same for a batch whose backward comes later: `learn` is for the caller, when all of it is measured."""
         size = self.size_for(need)
         put_back = snapshot(generators_of(need.place.inner))
         retries = 0
         while True:
+            meter = Meter(need.place.device, self._counts(need.place))
             try:
-                return self._timed(attempt, size, need), retries
+                with meter:
+                    answer = attempt(size)
+                return answer, Ran(size, need.cost, need.samples, retries, meter)
             except BaseException as error:
                 if not (is_out_of_memory(error) and is_to_be_tried_again(error)):
                     raise
@@ -72,10 +92,30 @@ class Sizer:
             retries += 1
             size = self.smaller(size, need)
 
+    def learn(self, ran: Ran) -> None:
+        """Takes in what was measured, now or as soon as the device has come to the end of it."""
+
+        def measured() -> bool:
+            seconds = ran.meter.seconds()
+            if seconds is not None:
+                self.tuner = self.tuner.measured(ran.size, ran.cost, seconds, ran.samples, ran.meter.peak_bytes)
+            return seconds is not None
+
+        if ran.samples:
+            self.pending.append(measured)
+            if ran.meter.device is None:
+                self._settle_pending()
+
     def size_for(self, need: Need) -> int:
         """The size that the next batch begins with."""
         self._settle_pending()
-        return need.samples if need.whole_only else self._chosen(need)
+        if self.unfinished is not None:
+            self.tuner = self.tuner.failed(self.unfinished.size, self.unfinished.cost)
+            self.unfinished = None
+        if not need.samples:
+            return 1
+        self._foresee(need)
+        return self._chosen(need)
 
     def smaller(self, size: int, need: Need) -> int:
         """The next size after one that ran out of memory."""
@@ -97,68 +137,57 @@ class Sizer:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: measurements that wait for a device stay behind."""
-        return {**vars(self), "pending": []}
+        return {**vars(self), "pending": [], "unfinished": None}
 
     def _chosen(self, need: Need) -> int:
         return self.tuner.choose(need.samples, need.cost, self._free(need.place))
 
-    def _timed(self, attempt: Callable[[int], Answer], size: int, need: Need) -> Answer:
-        reserve = self._reserve(need.place)
-        if need.place.on_cuda():  # pragma: no cover - needs CUDA
-            return self._timed_on_cuda(attempt, size, need, reserve)
-        counting = self.memory is not None and sum(item.peak_bytes is not None for item in self.tuner.seen) < COUNTED
-        counter: AbstractContextManager[Any] = Live() if counting else nullcontext()
-        start = time.perf_counter()
-        with counter as live:
-            answer = attempt(size)
-        peak = live.peak_bytes + reserve if counting else None
-        self.tuner = self.tuner.measured(size, need.cost, time.perf_counter() - start, need.samples, peak)
-        return answer
-
-    def _timed_on_cuda(
-        self, attempt: Callable[[int], Answer], size: int, need: Need, reserve: int
-    ) -> Answer:  # pragma: no cover - needs CUDA
-        """Time is read off events at a later window, so that this one does not wait for the device."""
-        device = need.place.device
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        answer = attempt(size)
-        end.record()
-        peak = torch.cuda.max_memory_allocated(device) - before + reserve
-
-        def measured() -> bool:
-            ready = bool(end.query())  # type: ignore[no-untyped-call]
-            if ready:
-                seconds = start.elapsed_time(end) / 1e3
-                self.tuner = self.tuner.measured(size, need.cost, seconds, need.samples, peak)
-            return ready
-
-        self.pending.append(measured)
-        return answer
-
     def _settle_pending(self) -> None:
         self.pending = [measured for measured in self.pending if not measured()][-PENDING:]
 
+    def _counts(self, place: Place) -> bool:
+        """Whether bytes are to be counted one operator after the other: where they are bounded, at the first sizes."""
+        bounded = self.memory is not None or place.on_cuda()
+        return bounded and sum(item.peak_bytes is not None for item in self.tuner.seen) < COUNTED
+
+    def _foresee(self, need: Need) -> None:
+        """A prediction from one sample and from two, where nothing has run and a budget is there to be kept."""
+        tuner, place = self.tuner, need.place
+        if need.probe is None or need.samples < 3 or tuner.seen or tuner.failures or tuner.sample_bytes:
+            return
+        room = self._free(place)
+        if room is None:
+            return
+        gradients = [bytes_of([parameter]) for parameter in place.trained()]
+        found: list[tuple[tuple[int, int], list[int]]] = []
+        for size in (1, 2):
+            with preserved_rng(generators_of(place.inner)):
+                course = course_of(partial(need.probe, size), place.device)
+            if course is None:
+                break
+            found.append(course)
+            if 2 * max(course[1]) - sum(gradients) > room:  # two would not fit, as far as one can tell
+                break
+        if found:
+            ((few, held), small), ((many, _), large) = found[0], found[-1]
+            each, fixed = foreseen(small, large, (few, many), room - held, gradients)
+            self.tuner = replace(self.tuner, sample_bytes=UNSEEN * each, fixed_bytes=fixed + held, at_cost=need.cost)
+
     def _free(self, place: Place) -> int | None:
-        """Bytes that a window may use beside what is there; None where no limit is known."""
+        """Bytes that a window may use beside what is there and what the optimizer will need; None without a limit."""
         budget = budget_bytes(self.memory, place.device)
         if budget is None:
             return None
         if not self.tuner.fixed_bytes:
             gradients = bytes_of([parameter for parameter in place.trained() if parameter.grad is None])
-            self.tuner = replace(self.tuner, fixed_bytes=float(gradients + self._reserve(place)))
-        if self.memory is None:
-            return budget
-        there = torch.cuda.memory_allocated(place.device) if place.on_cuda() else place.weight_bytes()
-        return max(0, budget - there)
+            self.tuner = replace(self.tuner, fixed_bytes=float(gradients))
+        if self.memory is not None:
+            budget -= torch.cuda.memory_allocated(place.device) if place.on_cuda() else place.weight_bytes()
+        return max(0, budget - self._reserve(place))
 
     def _reserve(self, place: Place) -> int:
         """Bytes for the optimizer's state, until the weights have moved for the first time (on the CPU always: there
         nobody counts what the optimizer holds)."""
-        if self.memory is None and not place.on_cuda():
-            return 0
         trained = place.trained()
         versions = [parameter._version for parameter in trained]
         if self.first_versions is None:

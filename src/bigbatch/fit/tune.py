@@ -31,8 +31,7 @@ class Tuner:
     """What is known about micro-batch sizes. Nothing here asks a device or a clock; every change is a new record.
 
     `budget`, `fixed_bytes` and `peak_bytes` count from the same zero: if the budget is what is free beside the
-    weights, a peak is what came on top of them. Whatever is reserved and not there yet (the optimizer's state before
-    its first step) belongs into `fixed_bytes` and into every `peak_bytes`.
+    weights and what the optimizer will need, a peak is what came on top of the weights.
 
     Attributes:
         seen: sizes that fitted, the one that ran last at the end.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigbatch.training.loop import Result, train
+from bigbatch.training.loop import Result, check, train
 from bigbatch.training.settings import Settings, decide
 
-__all__ = ["Result", "Settings", "decide", "train"]
+__all__ = ["Result", "Settings", "check", "decide", "train"]

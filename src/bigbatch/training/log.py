@@ -22,7 +22,7 @@ class Update:
         lr: the learning rate that the update used.
         micro_batches: micro-batches that were run.
         micro_batch_size: samples of the largest of them.
-        retries: tries that ran out of memory before; None where nobody counts them (door 2 with an automatic size).
+        retries: tries that ran out of memory.
         peak_bytes: the most memory held at once; on the CPU it is counted on the first update alone, because counting
             is slow, and is None on all others.
         samples_per_s: samples of the batch by the wall time of the update.
@@ -35,7 +35,7 @@ class Update:
     lr: float
     micro_batches: int
     micro_batch_size: int
-    retries: int | None
+    retries: int
     peak_bytes: int | None
     samples_per_s: float
 

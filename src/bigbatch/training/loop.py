@@ -121,10 +121,7 @@ def train(
     from accelerate.utils import set_seed
 
     watcher = watcher or Watcher()
-    accelerator = accelerator_for(settings, out)
-    job = job_of(recipe, accelerator.device)
-    if (budget := budget_of(job, settings.memory)) is not None:
-        budget.refuse_too_small(settings.memory)
+    accelerator, job = _checked(recipe, settings, out)
     set_seed(settings.seed)
     proof = _proof(recipe, settings, job, watcher) if settings.proof else None
     set_seed(settings.seed)  # with or without a proof, the run draws the same numbers
@@ -149,6 +146,25 @@ def train(
     result = Result(recipe.name, out, settings, len(updates), position, loss, metrics, proof, stopped, seconds, *learnt)
     _keep(result, job, updates)
     return result
+
+
+def check(recipe: Recipe, settings: Settings) -> None:
+    """Refuses what cannot be run as asked, before anything is written.
+
+    Raises:
+        MissingExtra: a package is missing.
+        BigBatchError: as in `train`; a budget too small for weights, gradients and optimizer state, for instance.
+    """
+    require(*PACKAGES)
+    _checked(recipe, settings, Path())
+
+
+def _checked(recipe: Recipe, settings: Settings, out: Path) -> tuple[Any, Job]:
+    accelerator = accelerator_for(settings, out)
+    job = job_of(recipe, accelerator.device)
+    if (budget := budget_of(job, settings.memory)) is not None:
+        budget.refuse_too_small(settings.memory)
+    return accelerator, job
 
 
 def _proof(recipe: Recipe, settings: Settings, job: Job, watcher: Watcher) -> Proof | None:

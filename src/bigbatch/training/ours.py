@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,19 +14,16 @@ from bigbatch.core.move import to_device
 from bigbatch.core.split import Piece
 from bigbatch.micro_batched import MicroBatched
 from bigbatch.terms import StepReport
-from bigbatch.training.ways import Around, Job, Way, loss_of, samples_of
+from bigbatch.training.ways import Around, Job, Way, loss_of
 
 
 @dataclass(frozen=True)
 class Used:
-    """How a batch was run: micro-batches, samples of the largest, and tries that ran out of memory before.
-
-    Door 2 does not count the tries of an automatic size: `retries` is None then.
-    """
+    """How a batch was run: micro-batches, samples of the largest, and tries that ran out of memory."""
 
     micro_batches: int
     micro_batch_size: int
-    retries: int | None
+    retries: int
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,7 @@ def by_bigbatch(
     )
     accumulator.around = around_piece if around is not None else None
 
-    def used() -> Used:
-        report = accumulator.report or StepReport(0, 0, 0, None)
-        return Used(report.micro_batches, report.micro_batch_size, report.retries)
-
-    return Ours(accumulator.backward, used, accumulator.state_dict)
+    return Ours(accumulator.backward, lambda: used_by(accumulator.report), accumulator.state_dict)
 
 
 def _by_door_2(
@@ -97,49 +89,26 @@ def _by_door_2(
     memory: int | str | float | None,
 ) -> Ours:
     wrapped = MicroBatched(job.model, micro_batch_size, memory=memory, activations=job.activations or "recompute")
-    joined, starts, door = replace(job, model=wrapped), Starts(), wrapped._door
+    joined, door = replace(job, model=wrapped), wrapped._door
 
     def around_piece(piece: Piece) -> AbstractContextManager[Any]:
-        starts.see(piece.first)
         return around(piece.first, piece.first + piece.samples) if around is not None else nullcontext()
 
     def run(inputs: Any, targets: Any) -> Tensor:
         loss = loss_of(joined, inputs, to_device(targets, job.device))
-        starts.settle(samples_of(inputs))
         backward(loss)
         return loss.detach()
 
-    door.around = around_piece
+    door.around = around_piece if around is not None else None
     automatic = isinstance(micro_batch_size, str)
-
-    def used() -> Used:
-        return Used(starts.micro_batches, starts.micro_batch_size, None if automatic else 0)
-
-    return Ours(run, used, lambda: door.sizer.state_dict() if automatic else {})
+    return Ours(run, lambda: used_by(wrapped.report), lambda: door.sizer.state_dict() if automatic else {})
 
 
-@dataclass
-class Starts:
-    """Where the micro-batches of door 2's last forward began; a forward that was tried again begins at 0 again.
+def used_by(report: StepReport | None) -> Used:
+    """How a batch was run, from a door's report.
 
-    >>> starts = Starts()
-    >>> for first in (0, 5, 0, 4, 7):
-    ...     starts.see(first)
-    >>> starts.settle(samples=10)
-    >>> starts.micro_batches, starts.micro_batch_size
-    (3, 4)
+    >>> used_by(StepReport(10, 3, 4, None, retries=1))
+    Used(micro_batches=3, micro_batch_size=4, retries=1)
     """
-
-    seen: set[int] = field(default_factory=set)
-    micro_batches: int = 0
-    micro_batch_size: int = 0
-
-    def see(self, first: int) -> None:
-        if first == 0:
-            self.seen.clear()
-        self.seen.add(first)
-
-    def settle(self, samples: int) -> None:
-        """Counts what was seen so far, before the backward runs the micro-batches again; they are even."""
-        self.micro_batches = len(self.seen)
-        self.micro_batch_size = math.ceil(samples / max(1, self.micro_batches))
+    report = report or StepReport(0, 0, 0, None)
+    return Used(report.micro_batches, report.micro_batch_size, report.retries)

@@ -19,8 +19,9 @@ from bigbatch.core.join import join
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.rules import rule_for
 from bigbatch.core.split import Piece, Splitter, even_sizes
+from bigbatch.door import Door
 from bigbatch.errors import BigBatchError
-from bigbatch.micro_batched import Door, MicroBatched
+from bigbatch.micro_batched import MicroBatched
 from bigbatch.verifier.copies import Memo, batch_copy, copied, widened
 from bigbatch.verifier.held import Held, held, plain_tensors
 

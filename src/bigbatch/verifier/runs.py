@@ -190,6 +190,21 @@ def ours(case: Case, draws: Draws, seed: int) -> Run:
     return replace(run, spans=list(dict.fromkeys(watch.spans)), parts=watch.parts(), moved=moved)
 
 
+def automatic_size(case: Case) -> int:
+    """The micro-batch size that the automatic one settles on for a first batch, in the model's own dtype."""
+    bench = replace(case, double=False).fresh()
+    with generators(0):
+        if bench.door is not None:
+            bench.door.micro_batch_size = "auto"
+            models.call(bench.model, bench.inputs)
+            report = bench.door.report
+        else:
+            accumulator = Accumulator(bench.model, bench.loss_fn, **bench.options)
+            accumulator.backward(bench.inputs, bench.targets)
+            report = accumulator.report
+    return report.micro_batch_size if report is not None else 0
+
+
 def record(bench: Bench, loss: Any, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Run:
     number = loss.detach().item() if isinstance(loss, Tensor) and loss.numel() == 1 else loss
     gradients = {name: parameter.grad for name, parameter in bench.parameters().items()}

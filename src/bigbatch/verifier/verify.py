@@ -15,13 +15,13 @@ from torch import Tensor
 from bigbatch.core import models
 from bigbatch.core.compare import relative_difference, worst
 from bigbatch.core.rules import rule_for
-from bigbatch.core.split import check_size
 from bigbatch.errors import BigBatchError, ModelError, OptionError
+from bigbatch.fit.sizer import check_auto
 from bigbatch.micro_batched import MicroBatched
 from bigbatch.verifier.case import Case, chosen_size
 from bigbatch.verifier.causes import Setting, causes_of, quiet
 from bigbatch.verifier.rounding import Rounding, edited, rounding_of
-from bigbatch.verifier.runs import Run, Trial
+from bigbatch.verifier.runs import Run, Trial, automatic_size
 from bigbatch.verifier.state import loss_difference, loss_is_off, named, state_causes
 from bigbatch.verifier.verdict import Cause, Verdict
 from bigbatch.windows import Window
@@ -35,7 +35,7 @@ def verify(
     inputs: Any,
     targets: Any = None,
     *,
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | str | None = None,
     run: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Verdict:
@@ -50,7 +50,8 @@ def verify(
         inputs: one small batch, as for `Accumulator.backward`.
         targets: the same; None where they travel in `inputs`.
         micro_batch_size: samples in one micro-batch; None takes a wrapper's own, or a size that gives at least three
-            micro-batches of uneven sizes.
+            micro-batches of uneven sizes; "auto", or a budget (`memory`), takes the size that the automatic one
+            begins with, where that splits the batch.
         run: a loop of your own to be judged instead: `run(model, inputs, targets)` gets copies, runs forwards and
             backwards and leaves the gradient in `.grad`. It may return the batch's loss.
         options: those of `Accumulator`.
@@ -76,13 +77,16 @@ def verify(
     >>> verdict.equal, [cause.name for cause in verdict.causes]
     (False, ['mean of means'])
     """
+    if options.get("memory") is not None and micro_batch_size is None:
+        micro_batch_size = "auto"
     refuse(model, inputs, micro_batch_size, run, options)
-    case = Case(model, loss_fn, inputs, targets, run, options, micro_batch_size)
+    number = None if isinstance(micro_batch_size, str) else micro_batch_size
+    case = Case(model, loss_fn, inputs, targets, run, options, number)
     with untouched(case), warnings.catch_warnings():
         for start in TOLD_BY_THE_VERDICT:
             warnings.filterwarnings("ignore", message=start)
         rule_for(model, loss_fn, options.get("reduction", "auto"))
-        case, notes = with_size(case)
+        case, notes = with_size(case, automatic=isinstance(micro_batch_size, str))
         trial, ours, reason = attempt(case)
         notes += [reason] if reason else []
         if trial.draws.unfollowed:
@@ -159,22 +163,27 @@ def attempt(case: Case) -> tuple[Trial, Run, str]:
     return trial, trial.ours(), reason
 
 
-def with_size(case: Case) -> tuple[Case, list[str]]:
+def with_size(case: Case, automatic: bool = False) -> tuple[Case, list[str]]:
     """The case with a micro-batch size that splits the batch, and a note where one was chosen."""
     if case.run is not None:
         return case, []
     bench = case.fresh()
     samples, size = case.samples(bench), case.size(bench)
-    if samples < 2 or (size is not None and (size < samples or case.micro_batch_size is not None)):
+    if automatic and samples > 1:
+        size = automatic_size(case)
+        case = replace(case, options={name: value for name, value in case.options.items() if name != "memory"})
+        if size < samples:
+            return replace(case, micro_batch_size=size), [f"micro_batch_size={size} was chosen automatically"]
+    elif samples < 2 or (size is not None and (size < samples or case.micro_batch_size is not None)):
         unsplit = samples < 2 or size is None or size >= samples
         return case, ["the batch was run in one micro-batch, so nothing was split"] if unsplit else []
-    chosen = chosen_size(samples)
-    why = "" if size is None else f", as the wrapper's own {size} would not split {samples} samples"
+    chosen, whose = chosen_size(samples), "automatic" if automatic else "wrapper's own"
+    why = "" if size is None else f", as the {whose} {size} would not split {samples} samples"
     return replace(case, micro_batch_size=chosen), [f"micro_batch_size={chosen} was chosen{why}"]
 
 
-def refuse(model: Any, inputs: Any, micro_batch_size: int | None, run: Any, options: dict[str, Any]) -> None:
-    check_size(micro_batch_size)
+def refuse(model: Any, inputs: Any, micro_batch_size: int | str | None, run: Any, options: dict[str, Any]) -> None:
+    check_auto(micro_batch_size, options.get("memory"))
     if isinstance(inputs, Window):
         raise OptionError(
             "a proof on a window was asked for", "verify takes one batch", "join the window's micro-batches"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bigbatch.accumulator import Accumulator
+from bigbatch.core import joint_norm
 from bigbatch.engines import replay
 from bigbatch.errors import ModelError, OptionError
 from bigbatch.micro_batched import MicroBatched
@@ -70,6 +71,13 @@ class Centred(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return rows - rows.mean(0)
+
+
+class Functional(nn.Module):
+    """Batch norm without a layer that tells of it."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.batch_norm(rows, None, None, training=True)
 
 
 class Counting(nn.Module):
@@ -283,6 +291,37 @@ def test_batch_norm(norm: nn.Module) -> None:
     assert not local.equal and names(local) == ["batch norm"], str(local)
     wrapped = verify(MicroBatched(mlp(norm), 4, batch_norm="local"), loss_fn, *batch)
     assert not wrapped.equal and names(wrapped) == ["batch norm"], str(wrapped)
+
+
+class Spread(nn.Module):
+    """Hands every sample how much the batch varies, as discriminators do."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows * rows.std(0).mean()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.BatchNorm1d(8, momentum=None), Functional()])
+def test_batch_norm_over_the_whole_batch_is_proved(norm: nn.Module) -> None:
+    model, loss_fn, batch = mlp(norm, nn.Dropout(0.5)), nn.CrossEntropyLoss(), classes()
+    for verdict in (
+        verify(model, loss_fn, *batch, micro_batch_size=3),
+        verify(MicroBatched(model, 3), loss_fn, *batch),
+        verify(model, contrastive, *batch, micro_batch_size=3),
+    ):
+        assert verdict.equal and verdict.micro_batches == 4 and not verdict.causes, str(verdict)
+
+
+def test_statistics_that_forget_a_piece_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = joint_norm.together
+    monkeypatch.setattr(joint_norm, "together", lambda counts, found: together(counts[:-1], found[:-1]))
+    assert not verify(mlp(nn.BatchNorm1d(8)), nn.CrossEntropyLoss(), *classes()).equal
+
+
+@pytest.mark.parametrize("layer", [Centred(), Spread(), nn.Softmax(0)])
+def test_a_layer_that_ties_samples_is_found_behind_a_batch_norm_that_is_exact(layer: nn.Module) -> None:
+    verdict = verify(mlp(nn.BatchNorm1d(8), layer), nn.CrossEntropyLoss(), *classes(), micro_batch_size=3)
+    assert not verdict.equal and names(verdict) == ["samples tied by a layer"], str(verdict)
+    assert type(layer).__name__ in verdict.causes[0].found
 
 
 def test_batch_norm_is_not_blamed_for_what_it_did_not_do() -> None:

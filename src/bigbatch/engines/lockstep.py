@@ -9,23 +9,24 @@ frontier) and not all that lies behind it.
 from __future__ import annotations
 
 import itertools
-import sys
+import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.core.batch import Batch
-from bigbatch.core.batch_norm import ASKED
+from bigbatch.core.batch_norm import ASKED, uncompiled
 from bigbatch.core.join import join
 from bigbatch.core.joint_norm import enter, leave, meet, move
 from bigbatch.core.models import parameters_of
 from bigbatch.core.split import Piece
 from bigbatch.core.tree import tensors_of
 from bigbatch.core.weigh import Count
-from bigbatch.engines.meeting import Call, Meeting
+from bigbatch.engines.meeting import MARK, Call, Meeting
 from bigbatch.engines.offload import Host
 from bigbatch.engines.recompute import refuse_left_behind
 from bigbatch.engines.replay import Guard
@@ -33,8 +34,6 @@ from bigbatch.engines.sequential import scalar, weighed_sum, weight_like
 from bigbatch.engines.surroundings import Surroundings
 from bigbatch.engines.turns import Turns
 from bigbatch.errors import ModelError
-
-numbers = itertools.count()
 
 
 def run(batch: Batch, function: Callable[[Piece], Any], activations: str = "offload") -> list[Any]:
@@ -99,17 +98,25 @@ class Lockstep:
         self.batch, self.function = batch, function
         self.count = len(batch.pieces)
         self.samples = sum(piece.samples for piece in batch.pieces)
-        self.number = next(numbers)
+        self.name = uuid.uuid4().hex  # a tensor may keep its mark, and reach another forward in another process
         self.turns = Turns(self.count)
         self.there = iter(batch.there())
         self.host = None if activations == "keep" else Host(parameters_of(batch.inner))
         self.surroundings = Surroundings.now(batch.device)
         self.waiting: dict[int, tuple[Any, Call]] = {}
         self.results: dict[int, Any] = {}
+        given = Counter(number for piece in batch.pieces for number in {id(tensor) for tensor in given_to(piece)})
+        self.shared = {number for number, times in given.items() if times > 1}  # tensors that are no micro-batch's own
+        self.marked: list[Tensor] = []
+        refuse_nested(self.surroundings)
 
     def run(self) -> list[Any]:
-        with _uncompiled():
-            self.turns.run(self._task)
+        try:
+            with uncompiled():
+                self.turns.run(self._task)
+        finally:
+            for tensor in self.marked:  # the user's own
+                tensor.__dict__.pop(MARK, None)
         return [self.results.pop(k) for k in range(self.count)]
 
     def _task(self, k: int) -> None:
@@ -120,8 +127,10 @@ class Lockstep:
             self.batch.buffers.lent(samples / self.samples, samples),
         ):
             there = next(self.there)
-            meeting = Meeting((self.number, k), self.turns.refuse_to_go_on, self._normalised)
-            meeting.follow(tensors_of((there.inputs, there.targets)))
+            meeting = Meeting((self.name, k), self.turns, self._normalised)
+            own = [tensor for tensor in given_to(there) if id(tensor) not in self.shared]
+            self.marked += own
+            meeting.follow(own)
             with meeting:
                 self.results[k] = self.function(there)
 
@@ -141,9 +150,9 @@ class Lockstep:
         """Everybody has had a turn, so all wait at the same batch norm now, or one of them took another path."""
         calls = [call for _, (_, call) in sorted(self.waiting.items())]
         if len(calls) < self.count or len({key for key, _ in self.waiting.values()}) > 1:
-            raise self._parted()
+            raise self.turns.failed(self._parted())
         one, *others = calls
-        refuse_other_weights(calls)
+        self._refuse_other_weights(calls)
         met = meet([call.entered for call in calls], one.weight, one.bias, one.eps)
         move(one.running_mean, one.running_var, met, one.momentum)
         for call in calls:
@@ -168,21 +177,24 @@ class Lockstep:
             "let every micro-batch take the same path, freeze batch norm with .eval(), or pass batch_norm='local'",
         )
 
-
-def refuse_other_weights(calls: Sequence[Call]) -> None:
-    """A weight that the forward computes is the same in all micro-batches, unless it depends on their samples."""
-    for one, other in itertools.pairwise((call.weight, call.bias) for call in calls):
-        if any(a is not b and not torch.equal(a, b) for a, b in zip(one, other, strict=True)):
-            raise ModelError(
-                ASKED,
-                f"a weight or bias that differs between micro-batches, at {calls[0].where}",
-                "make it depend on parameters alone, or pass batch_norm='local'",
-            )
+    def _refuse_other_weights(self, calls: Sequence[Call]) -> None:
+        """A weight that the forward computes is the same in all micro-batches, unless it depends on their samples."""
+        for one, other in itertools.pairwise((call.weight, call.bias) for call in calls):
+            if any(a is not b and not torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+                found = f"a weight or bias that differs between micro-batches, at {calls[0].where}"
+                do = "make it depend on parameters alone, or pass batch_norm='local'"
+                raise self.turns.failed(ModelError(ASKED, found, do))
 
 
-def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled code shows nobody its batch norms, so it runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes seconds
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
+def given_to(piece: Piece) -> list[Tensor]:
+    return list(tensors_of((piece.inputs, piece.targets)))
+
+
+def refuse_nested(surroundings: Surroundings) -> None:
+    """Micro-batches of a micro-batch would meet one another, and not those of its neighbours."""
+    if any(isinstance(mode, Meeting) for mode in surroundings.functions):
+        raise ModelError(
+            ASKED,
+            "a model in micro-batches inside of another one",
+            "hand over the model itself, without MicroBatched around it",
+        )

@@ -7,22 +7,25 @@ its mark, and a micro-batch that reads another one's is stopped.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from bigbatch.core.batch_norm import ASKED, arguments_of
+from bigbatch.core.batch_norm import ASKED, arguments_of, line_of_caller
 from bigbatch.core.models import names_of
 from bigbatch.core.rng import inside_checkpoint
+from bigbatch.engines.turns import Turns
 from bigbatch.errors import ModelError
 
 MARK = "_bigbatch_comes_from"
-ON_THE_WAY = {__file__, F.__file__, torch.overrides.__file__}
+HERE = frozenset([__file__])
+CONSTANT = {  # nothing of a sample but its shape, dtype and device goes into what they make
+    *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
+}
 
 
 class Call:
@@ -41,7 +44,7 @@ class Call:
         self.weight, self.bias = given["weight"], given["bias"]
         self.running_mean, self.running_var = given["running_mean"], given["running_var"]
         self.momentum, self.eps = given["momentum"], given["eps"]
-        self.where = line_of_caller()
+        self.where = line_of_caller(HERE)
 
     def key(self, inner: Iterable[nn.Module]) -> Any:
         """What two calls of one layer have in common, though each has running statistics of its own."""
@@ -62,32 +65,22 @@ class Call:
         return f"batch norm called at {self.where}" if owner is None else names_of(inner)[owner]
 
 
-def line_of_caller() -> str:
-    """The first line of code outside of `torch.nn.functional` that led here."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in ON_THE_WAY:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 class Meeting(TorchFunctionMode):
     """Sees every function of PyTorch that one micro-batch calls.
 
     Args:
-        mark: the number of the forward, and of the micro-batch in it.
-        before: called first each time; it may raise.
+        mark: the name of the forward, and the number of the micro-batch in it.
+        turns: may end the micro-batch at any function, and is told of what is refused here.
         batch_norm: `batch_norm(k, x, call)` answers micro-batch k's calls of batch norm in training mode.
     """
 
-    def __init__(
-        self, mark: tuple[int, int], before: Callable[[], None], batch_norm: Callable[[int, Tensor, Call], Tensor]
-    ) -> None:
+    def __init__(self, mark: tuple[str, int], turns: Turns, batch_norm: Callable[[int, Tensor, Call], Tensor]) -> None:
         super().__init__()
-        self.mark, self.before, self.batch_norm = mark, before, batch_norm
+        self.mark, self.turns, self.batch_norm = mark, turns, batch_norm
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.before()
+        self.turns.refuse_to_go_on()
         given = arguments_of(func, args, kwargs)
         if given is not None:
             return self._caught(func, given.pop("input"), Call(given))
@@ -98,8 +91,8 @@ class Meeting(TorchFunctionMode):
             elif type(value) is list or type(value) is tuple:
                 mine = any([self._is_mine(item) for item in value if isinstance(item, Tensor)]) or mine
         out = func(*args, **kwargs)
-        if mine:
-            self.follow((args[0],) if func is Tensor.__setitem__ else (out,))
+        if mine and func not in CONSTANT:
+            self.follow(args[:1] if out is None else (out,))  # what returns nothing has written to its first argument
         return out
 
     def follow(self, values: Iterable[Any]) -> None:
@@ -116,8 +109,7 @@ class Meeting(TorchFunctionMode):
             return False
         if mark[1] == self.mark[1]:
             return True
-        raise ModelError(
-            ASKED,
+        raise self._refused(
             f"micro-batch {self.mark[1]} reads a tensor of shape {tuple(value.shape)} that was computed from "
             f"micro-batch {mark[1]}: the model keeps it between two layers (in an attribute, a hook, a list)",
             "hand it on as an argument or a result, freeze batch norm with .eval(), or pass batch_norm='local'",
@@ -125,14 +117,16 @@ class Meeting(TorchFunctionMode):
 
     def _caught(self, func: Any, x: Tensor, call: Call) -> Tensor:
         if inside_checkpoint():
-            raise ModelError(
-                ASKED,
+            raise self._refused(
                 f"a batch norm inside torch.utils.checkpoint ({call.where}), whose second forward would be alone",
                 "switch checkpointing off: activations wait on the host already",
             )
         if func is torch.native_batch_norm:
-            raise ModelError(ASKED, f"torch.native_batch_norm at {call.where}", "call torch.nn.functional.batch_norm")
+            raise self._refused(f"torch.native_batch_norm at {call.where}", "call torch.nn.functional.batch_norm")
         self._is_mine(x)
         out = self.batch_norm(self.mark[1], x, call)
         self.follow((out,))
         return out
+
+    def _refused(self, found: str, do: str) -> ModelError:
+        return cast(ModelError, self.turns.failed(ModelError(ASKED, found, do)))

@@ -62,7 +62,8 @@ class Host:
         tensor = tensor.detach()  # the very tensor, if it is an output, would keep itself alive
         if self._stays(tensor):
             return tensor
-        place = storage_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+        where = storage_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        place = *where, tensor._version, tensor.is_conj(), tensor.is_neg()  # the same memory, read in another way
         parked = self.parked.get(place)
         if parked is None:
             parked = self.parked[place] = park(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -32,29 +33,23 @@ class Turns:
     def __init__(self, count: int) -> None:
         self.ended: set[int] = set()
         self.error: BaseException | None = None
-        self._turn = [threading.Lock() for _ in range(count)]  # a task whose lock is free may go on
+        self._turn = [threading.Lock() for _ in range(count)]  # released for the task that may go on
+        self._begun: dict[int, int] = {}  # in which thread
         self._threads: list[threading.Thread] = []
+        self._over, self._all_through = False, threading.Lock()
 
     def run(self, task: Callable[[int], Any]) -> None:
         """Runs `task(k)` for every k. The caller waits; when it goes on, no thread is left.
 
         Raises:
-            BaseException: what the first task to fail raised; all others are ended then, each at its next turn.
+            BaseException: what the first task to fail raised, or what reached the caller meanwhile (Ctrl-C); all tasks
+                are ended then, each as soon as it looks.
         """
-        self._task = task
-        for lock in self._turn:
+        self._task, self._context = task, contextvars.copy_context()
+        for lock in (*self._turn, self._all_through):
             lock.acquire()
-        begun = False
-        while not begun or any(thread.is_alive() for thread in self._threads):
-            try:
-                if not begun:
-                    begun = True
-                    self._pass_on(-1)
-                for thread in self._threads:  # a task starts the next one, so that the list grows while it is read
-                    thread.join()
-            except BaseException as error:  # Ctrl-C: tasks end as soon as they look, and are waited for
-                self.error = self.error or error
-        del self._task
+        self._wait_for_all()
+        del self._task, self._context
         if self.error is not None:
             try:
                 raise self.error
@@ -72,31 +67,63 @@ class Turns:
         if self.error is not None:
             raise Ended
 
+    def failed(self, error: BaseException) -> BaseException:
+        """Notes an error, which so arrives even where the task catches it; returns it, to be raised."""
+        self.error = self.error or error
+        return error
+
+    def _wait_for_all(self) -> None:
+        """Begins with the first task. A signal may interrupt it anywhere: then tasks end, and it goes on waiting.
+
+        A thread that is joined may not be interrupted (it is taken for dead then), so it is joined when it is through.
+        """
+        while True:
+            try:
+                if not self._begun:  # perhaps once more, if it was interrupted here: the second one finds the first
+                    self._pass_on(-1)
+                while not self._over:
+                    self._all_through.acquire()
+                for thread in self._threads:
+                    thread.join()
+                return
+            except BaseException as error:
+                self.error = error
+
     def _pass_on(self, k: int) -> int | None:
         """Gives the turn to the next task that is not through, and returns its number."""
         count = len(self._turn)
         for j in ((k + step) % count for step in range(1, count + 1)):
-            if j == len(self._threads) and self.error is None:
-                thread = threading.Thread(target=self._work, args=(j,), name=f"micro-batch {j}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
-            if j < len(self._threads) and j not in self.ended:
+            if j in self.ended:
+                continue
+            if j in self._begun:
                 if j != k:
                     self._turn[j].release()
                 return j
+            if self.error is None or not self._begun:  # the first one begins in any case, and ends all
+                try:
+                    return self._start(j)
+                except RuntimeError as error:  # the system starts no more threads
+                    self.failed(error)
+        self._over = True
+        self._all_through.release()
         return None
 
+    def _start(self, j: int) -> int:
+        run = self._context.copy().run
+        thread = threading.Thread(target=run, args=(self._work, j), name=f"micro-batch {j}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return j
+
     def _work(self, k: int) -> None:
-        self._turn[k].acquire()
+        if self._begun.setdefault(k, threading.get_ident()) != threading.get_ident():
+            return
         try:
+            self.refuse_to_go_on()
             self._task(k)
         except Ended:
             pass
         except BaseException as error:
-            self.error = self.error or error
+            self.failed(error)
         self.ended.add(k)
-        try:
-            self._pass_on(k)
-        except RuntimeError as error:  # the system starts no more threads
-            self.error = self.error or error
-            self._pass_on(k)
+        self._pass_on(k)

@@ -13,6 +13,7 @@ from torch import nn
 from bigbatch.core.batch_norm import by_batch
 from bigbatch.core.compare import relative_difference
 from bigbatch.core.split import Piece
+from bigbatch.micro_batched import MicroBatched
 from bigbatch.verifier.case import Bench, Case, Gradients, tried
 from bigbatch.verifier.layers import Call, tied, traced
 from bigbatch.verifier.rounding import edited
@@ -53,9 +54,9 @@ def causes_of(setting: Setting) -> Iterator[Cause]:
         return
     frozen = without_batch_norm(setting)
     if frozen is not None:
-        setting, cause = frozen
-        yield cause
-        found.append(cause)
+        setting, blamed = frozen
+        yield from blamed
+        found += blamed
     if setting.differs:
         reasons = list(split_up(setting))
         yield from reasons
@@ -101,21 +102,32 @@ def chance(setting: Setting) -> Iterator[Cause]:
         )
 
 
-def without_batch_norm(setting: Setting) -> tuple[Setting, Cause] | None:
-    """The trial with batch norm frozen on both sides, where batch norm has a part in the difference."""
+def without_batch_norm(setting: Setting) -> tuple[Setting, list[Cause]] | None:
+    """The trial with batch norm frozen on both sides, so that one can look past it, and what it is to blame for."""
     layers = setting.trial.bench.named_modules().items()
     names = [f"{name} ({type(module).__name__})".lstrip() for name, module in layers if by_batch(module)]
-    if not names:
+    calm = try_again(setting, freeze) if names and setting.differs else None
+    if calm is None:
         return None
-    calm = try_again(setting, freeze)
-    if calm is None or not (setting.differs and (not calm.differs or batch_norm_ties(setting))):
+    if sees_the_batch(setting.trial.case):
+        return (calm, []) if calm.differs else None
+    if calm.differs and not batch_norm_ties(setting):
         return None
     effect = "with it frozen the gradients agree" if not calm.differs else "and it is not the only cause"
-    return calm, Cause(
-        "batch norm",
-        f"{named(names)} normalised by the statistics of each micro-batch; {effect}",
-        "freeze it with .eval(), or use a norm over one sample (GroupNorm)",
-    )
+    return calm, [
+        Cause(
+            "batch norm",
+            f"{named(names)} normalised by the statistics of each micro-batch; {effect}",
+            "run it over the whole batch (batch_norm='exact'), freeze it with .eval(), or use GroupNorm",
+        )
+    ]
+
+
+def sees_the_batch(case: Case) -> bool:
+    """Whether batch norm had the whole batch on both sides."""
+    door = case.model.__dict__["_door"] if isinstance(case.model, MicroBatched) else None
+    mode = case.options.get("batch_norm", "exact") if door is None else door.batch_norm
+    return case.run is None and mode == "exact"
 
 
 def batch_norm_ties(setting: Setting) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -187,7 +187,23 @@ def ours(case: Case, draws: Draws, seed: int) -> Run:
             pass
     run = record(bench, loss, scale=scaler.get_scale() if scaler is not None else 1.0)
     moved = [name for name, parameter in bench.parameters().items() if not torch.equal(parameter, values[name])]
-    return replace(run, spans=list(dict.fromkeys(watch.spans)), parts=watch.parts(), moved=moved)
+    spans = list(dict.fromkeys(watch.spans))
+    if case.run is None:  # a door may look at the outputs of a few samples more
+        spans = in_a_row(spans)
+    return replace(run, spans=spans, parts=watch.parts(), moved=moved)
+
+
+def in_a_row(spans: Iterable[Span]) -> list[Span]:
+    """The spans that go on where the last one ended.
+
+    >>> in_a_row([(0, 3), (0, 2), (3, 5)])
+    [(0, 3), (3, 5)]
+    """
+    found: list[Span] = []
+    for span in spans:
+        if span[0] == (found[-1][1] if found else 0):
+            found.append(span)
+    return found
 
 
 def automatic_size(case: Case) -> int:

@@ -111,3 +111,51 @@ def test_autocast_with_a_scaler_on_the_device() -> None:
     accumulator.backward(inputs, targets)
     scaler.unscale_(optimizer)
     assert (gradient(model) - gradient(whole)).norm() <= 2e-2 * gradient(whole).norm()
+
+
+def convolutional(layers: int = 8, width: int = 64) -> nn.Sequential:
+    blocks = [
+        layer
+        for _ in range(layers)
+        for layer in (nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+    ]
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 16))
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *blocks, *head).cuda()
+
+
+@pytest.mark.parametrize("activations", ["offload", "keep"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_batch_norm_over_the_whole_batch(activations: str, memory_format: torch.memory_format) -> None:
+    model, loss_fn = convolutional(3, 16).double().to(memory_format=memory_format), nn.CrossEntropyLoss()
+    images = torch.randn(24, 3, 48, 48, dtype=torch.float64).to(memory_format=memory_format)
+    targets, whole = torch.randint(0, 16, (24,)), copy.deepcopy(model)
+    loss_fn(whole(images.cuda()), targets.cuda()).backward()
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    bigbatch.Accumulator(first, loss_fn, micro_batch_size=5, activations=activations).backward(images, targets)
+    loss_fn(bigbatch.MicroBatched(second, 5, activations=activations)(images), targets.cuda()).backward()
+    for ours in (first, second):
+        assert (gradient(ours) - gradient(whole)).norm() <= 1e-10 * gradient(whole).norm()
+        for moved, expected in zip(ours.buffers(), whole.buffers(), strict=True):
+            torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_batch_norm_step_does_not_wait_for_the_device() -> None:
+    model, loss_fn = convolutional(2, 16), nn.CrossEntropyLoss()
+    images, targets = torch.randn(16, 3, 32, 32, device="cuda"), torch.randint(0, 16, (16,), device="cuda")
+    accumulator = bigbatch.Accumulator(model, loss_fn, micro_batch_size=4)
+    accumulator.backward(images, targets)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        accumulator.backward(images, targets)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_batch_norm_holds_the_frontier_and_not_the_depth() -> None:
+    model, loss_fn = convolutional(16), nn.CrossEntropyLoss()
+    images, targets = torch.randn(64, 3, 64, 64), torch.randint(0, 16, (64,))
+    accumulator = bigbatch.Accumulator(model, loss_fn, micro_batch_size=4)
+    accumulator.backward(images, targets)
+    ours = peak(lambda: accumulator.backward(images, targets), model)
+    whole = peak(lambda: loss_fn(model(images.cuda()), targets.cuda()).backward(), model)
+    assert ours <= whole / 4

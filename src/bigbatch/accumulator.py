@@ -162,9 +162,16 @@ class Accumulator:
         pieces = in_a_row([self.splitter.pieces(*item, size) for item in border.items])
         batch = Batch([part for item in border.items for part in item], pieces, inner, Buffers(inner), device)
         task = Task(
-            *(self.model, self.loss_fn, self.rule, self.own_loss),
-            *(self.norms.is_joint(inner, len(pieces)), self.activations, self.splitter),
-            *(self.autocast, self.scaler.scale if self.scaler is not None else None, self.around),
+            model=self.model,
+            loss_fn=self.loss_fn,
+            rule=self.rule,
+            own_loss=self.own_loss,
+            joint=self.norms.is_joint(inner, len(pieces)),
+            activations=self.activations,
+            splitter=self.splitter,
+            autocast=self.autocast,
+            scale=self.scaler.scale if self.scaler is not None else None,
+            around=self.around,
         )
         trained = [*place.parameters, *self.loose, *border.trained()]
         in_front = once(lambda: border.used_up) if border.leaves else NOTHING

@@ -83,8 +83,15 @@ class MicroBatched(nn.Module):
         self.__dict__["_wrapped"] = model
         modules = models.find_modules(model)
         self.__dict__["_door"] = Door(
-            *(micro_batch_size, activations, budget, batch_norm, splitter, modules),
-            *(Sizer(memory), BatchNorm(batch_norm, modules), Sizer(memory)),
+            micro_batch_size=micro_batch_size,
+            activations=activations,
+            keep_bytes=budget,
+            batch_norm=batch_norm,
+            splitter=splitter,
+            modules=modules,
+            sizer=Sizer(memory),
+            norms=BatchNorm(batch_norm, modules),
+            without_graph=Sizer(memory),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

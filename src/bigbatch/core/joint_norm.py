@@ -113,9 +113,13 @@ def meet(
 def together(counts: Sequence[int], statistics: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of all pieces, [C] each, of every piece's count and (mean, biased variance) [2, C]."""
     means, variances = torch.stack(list(statistics)).unbind(1)
-    shares = means.new_tensor([count / sum(counts) for count in counts]).unsqueeze(1)
-    mean = means[0] + ((means - means[0]) * shares).sum(0)
-    return mean, ((variances + (means - mean).square()) * shares).sum(0)
+    shares = [count / sum(counts) for count in counts]  # as numbers: a tensor of them would wait for the device
+    mean = means[0] + _weighed(means - means[0], shares)
+    return mean, _weighed(variances + (means - mean).square(), shares)
+
+
+def _weighed(rows: Tensor, shares: Sequence[float]) -> Tensor:
+    return torch.stack(list(torch._foreach_mul(rows.unbind(), shares))).sum(0)
 
 
 def leave(met: Met, entered: Entered) -> Tensor:

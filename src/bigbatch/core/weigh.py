@@ -6,8 +6,9 @@
 - "mean":  the loss of a micro-batch is a mean over c_k things; w_k = c_k / Σ c_k.
 - "total": the losses of micro-batches add up as they are; w_k = 1.
 
-This file is the only one that divides a loss. A batch without any target (Σ c_k = 0) is divided by one: its loss is zero,
-not 0/0. Only the batch's total is raised so, never a sample's or a micro-batch's count, which would change the others'.
+This file is the only one that divides a loss. A batch without any target (Σ c_k = 0) is divided by one: its loss is
+zero, not 0/0. Only the batch's total is raised so, never a sample's or a micro-batch's count, which would change the
+others'.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from bigbatch.core.batch import Batch
 from bigbatch.core.batch_norm import BatchNorm
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.gradients import NOTHING, Border, added_at_once, once
+from bigbatch.core.held import held
 from bigbatch.core.own_loss import OwnLoss
 from bigbatch.core.rules import RuleNow, refuse_plain_function
 from bigbatch.core.split import Piece, Splitter
@@ -92,8 +93,9 @@ class Accumulator:
         self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
         self.batch_norm, self.activations = batch_norm, activations
         self.autocast, self.scaler, self.grad_dtype = autocast, scaler, grad_dtype
-        self.modules = list(modules) if modules is not None else models.find_modules(model, loss_fn)
-        self.loose = models.find_loose(model, loss_fn)
+        found = held({"model": model, "loss_fn": loss_fn})
+        self.modules = list(found.modules.values() if modules is None else modules)
+        self.loose = found.own
         self.report: StepReport | None = None
         self.norms = BatchNorm(batch_norm, self.modules)
         self.around: Callable[[Piece], AbstractContextManager[object]] | None = None

@@ -11,6 +11,7 @@ from torch import nn
 from bigbatch.core import batch_norm as batch_norms
 from bigbatch.core import models
 from bigbatch.core.batch_norm import BatchNorm
+from bigbatch.core.held import held
 from bigbatch.core.split import Splitter
 from bigbatch.core.units import parse_bytes
 from bigbatch.door import Door
@@ -81,7 +82,7 @@ class MicroBatched(nn.Module):
         splitter = Splitter(split, models.sizes_of(model.parameters()))
         # The model's own __setattr__ would be asked, so the two fields of the wrapper are laid past it.
         self.__dict__["_wrapped"] = model
-        modules = models.find_modules(model)
+        modules = list(held({"model": model}).modules.values())
         self.__dict__["_door"] = Door(
             micro_batch_size=micro_batch_size,
             activations=activations,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +12,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.errors import ModelError, OptionError
 
-MODULE_OWN = frozenset(vars(nn.Module()))
-DEPTH, MANY = 5, 1000  # how far modules are looked for behind a function, and in containers of how many items
 PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
@@ -34,70 +29,6 @@ def call(model: Callable[..., Any], inputs: Any, extra: Mapping[str, Any] | None
     if isinstance(inputs, Mapping):
         return model(**inputs, **extra)
     return model(inputs, **extra)
-
-
-def find_modules(*sources: Any) -> list[nn.Module]:
-    """The modules behind a model, a loss or a plain function: itself, its owner, its arguments, its closure.
-
-    >>> layer = nn.Linear(2, 1)
-    >>> def training_step(rows):
-    ...     return layer(rows).mean()
-    >>> find_modules(training_step) == [layer]
-    True
-    """
-    return [found for found in _reached(*sources) if isinstance(found, nn.Module)]
-
-
-def find_loose(*sources: Any) -> list[Tensor]:
-    """Tensors that are trained and belong to no module, such as a temperature in the closure of a loss.
-
-    >>> temperature = torch.tensor(0.1, requires_grad=True)
-    >>> find_loose(lambda outputs, targets: outputs / temperature) == [temperature]
-    True
-    """
-    return [found for found in _reached(*sources) if isinstance(found, Tensor)]
-
-
-def _reached(*sources: Any) -> list[Any]:
-    """The modules and the loose trained tensors that some objects can reach by name."""
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-
-    def look(source: Any, depth: int) -> None:
-        if depth > DEPTH or id(source) in seen:
-            return
-        seen.add(id(source))
-        if isinstance(source, nn.Module) or (isinstance(source, Tensor) and source.is_leaf and source.requires_grad):
-            found[id(source)] = source
-        for value in _held_by(source):
-            look(value, depth + 1)
-
-    for source in sources:
-        look(source, 0)
-    own = {id(p) for module in found.values() if isinstance(module, nn.Module) for p in module.parameters()}
-    return [thing for number, thing in found.items() if number not in own]
-
-
-def _held_by(source: Any) -> Iterable[Any]:
-    """What a module hides in plain attributes; what a function, a container or an object can reach by name."""
-    if isinstance(source, nn.Module):
-        plain = (vars(module).items() for module in source.modules())
-        values = (value for items in plain for name, value in items if name not in MODULE_OWN)
-        return [value for value in values if isinstance(value, nn.Module | Tensor | list | tuple | dict)]
-    home = getattr(source, "__module__", None) or type(source).__module__
-    if isinstance(source, type | ModuleType | Tensor) or home.partition(".")[0] == "torch":
-        return ()
-    if isinstance(source, functools.partial):
-        return (source.func, *source.args, *source.keywords.values())
-    if inspect.ismethod(source):
-        return (source.__self__, source.__func__)
-    if inspect.isfunction(source):
-        reached = inspect.getclosurevars(source)
-        return (*reached.nonlocals.values(), *reached.globals.values(), *(source.__defaults__ or ()))
-    if isinstance(source, list | tuple | set | frozenset | Mapping):
-        values_of = source.values() if isinstance(source, Mapping) else source
-        return values_of if len(source) <= MANY else ()
-    return list(getattr(source, "__dict__", {}).values())
 
 
 def generators_of(inner: Iterable[nn.Module]) -> list[torch.Generator]:

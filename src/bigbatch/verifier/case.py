@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bigbatch.core import models
 from bigbatch.core.arguments import gathered
+from bigbatch.core.held import Held, held, plain_tensors
 from bigbatch.core.join import join
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.rules import rule_for
@@ -23,7 +24,6 @@ from bigbatch.door import Door
 from bigbatch.errors import BigBatchError
 from bigbatch.micro_batched import MicroBatched
 from bigbatch.verifier.copies import Memo, batch_copy, copied, widened
-from bigbatch.verifier.held import Held, held, plain_tensors
 
 Gradients = dict[str, "Tensor | None"]
 Span = tuple[int, int]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from bigbatch.core.held import MANY, names_of, trainable
 from bigbatch.core.tree import map_leaves
 from bigbatch.errors import ModelError
-from bigbatch.verifier.held import MANY, names_of, trainable
 
 Memo = dict[int, Any]
 STATEFUL = (nn.Module, torch.optim.Optimizer, torch.Generator)

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.micro_batched import MicroBatched
-
 DEPTH, MANY = 6, 1000  # how far is looked behind a name, and in containers of how many items
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 EMPTY = CellType()
@@ -26,6 +24,7 @@ class Held:
     Attributes:
         modules: name -> module that is no child of another one; the first has the empty name.
         loose: name -> tensor that gets a gradient, but is no parameter of these modules.
+        behind: names in `loose` of tensors that were reached through the graph of a result.
 
     >>> layer, temperature = nn.Linear(2, 1), torch.tensor(0.1, requires_grad=True)
     >>> def loss_fn(rows):
@@ -36,6 +35,12 @@ class Held:
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     loose: dict[str, Tensor] = field(default_factory=dict)
+    behind: set[str] = field(default_factory=set)
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The loose tensors themselves, without those that only a result leads to."""
+        return [tensor for name, tensor in self.loose.items() if name not in self.behind]
 
     def trainable(self) -> dict[str, Tensor]:
         """Everything that may get a gradient."""
@@ -55,8 +60,17 @@ def held(sources: Mapping[str, Any]) -> Held:
     known = {id(parameter) for parameter in parameters.values()}
     for name, tensor in loose.items():
         if id(tensor) not in known:
-            found.loose[unused(name, "beside the model", {**parameters, **found.loose})] = tensor
+            name = unused(name, "beside the model", {**parameters, **found.loose})
+            found.loose[name] = tensor
+            if id(tensor) not in seen:  # no walk came to it by itself
+                found.behind.add(name)
     return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside of a `MicroBatched`, which answers for it in everything; any other module itself."""
+    inner = vars(module).get("_wrapped")
+    return inner if isinstance(inner, nn.Module) else module
 
 
 def parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -81,9 +95,9 @@ def walk(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[st
     if id(value) in seen or depth == 0:
         return
     seen.add(id(value))
-    if isinstance(value, MicroBatched):
-        yield from walk(name, value.__dict__["_wrapped"], seen, depth)
-    elif isinstance(value, nn.Module):
+    if isinstance(value, nn.Module):
+        value = unwrapped(value)
+        seen.add(id(value))
         yield name, value
         inner = [(f"{name}.{path}".strip("."), module) for path, module in value.named_modules()]
         seen.update(id(module) for _, module in inner)

@@ -22,6 +22,7 @@ from bigbatch.core.rules import RuleNow, refuse_plain_function
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.engines import recompute
 from bigbatch.engines.gradient import Items, OnOutputs, Task
+from bigbatch.engines.randomness import MODES, Randomness
 from bigbatch.fit.need import Place, need_of
 from bigbatch.fit.sizer import Shown, Sizer, check_auto
 from bigbatch.terms import StepReport
@@ -47,6 +48,9 @@ class Accumulator:
             micro-batches side by side; "local" lets it see one micro-batch at a time, as plain accumulation does.
         activations: where the whole batch is needed at once, for its loss or for batch norm, what becomes of
             activations until the backward: "recompute" (which batch norm cannot: it offloads), "offload", "keep".
+        randomness: "by_sample" gives a sample the same random numbers (dropout masks, noise) whatever the split: they
+            follow from one number a batch, the operator and the sample's place in the batch. "global" draws them
+            from PyTorch's generators as they come.
         split: names of fields that all samples share, `{name: "shared" | "samples" | "fields"}`, or a function
             `split(inputs, targets, micro_batch_size)` that yields `(samples, inputs, targets)`.
         autocast: the dtype of `torch.autocast` around forward and loss; None leaves autocast as the caller set it.
@@ -80,6 +84,7 @@ class Accumulator:
         reduction: str | Callable[..., Any] = "auto",
         batch_norm: str = "exact",
         activations: str = "recompute",
+        randomness: str = "global",
         split: Any = None,
         autocast: torch.dtype | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -88,6 +93,7 @@ class Accumulator:
     ) -> None:
         models.check_option("batch_norm", batch_norm, batch_norms.MODES)
         models.check_option("activations", activations, recompute.ACTIVATIONS)
+        models.check_option("randomness", randomness, MODES)
         check_auto(micro_batch_size, memory)
         self.sizer = Sizer(memory) if micro_batch_size == "auto" else None
         self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
@@ -97,7 +103,7 @@ class Accumulator:
         self.modules = list(found.modules.values() if modules is None else modules)
         self.loose = found.own
         self.report: StepReport | None = None
-        self.norms = BatchNorm(batch_norm, self.modules)
+        self.norms, self.randomness = BatchNorm(batch_norm, self.modules), Randomness(randomness)
         self.around: Callable[[Piece], AbstractContextManager[object]] | None = None
         models.refuse_parallel(self.modules)
         self.splitter = Splitter(split, models.sizes_of(models.parameters_of(models.inner_modules(self.modules))))
@@ -174,6 +180,7 @@ class Accumulator:
             autocast=self.autocast,
             scale=self.scaler.scale if self.scaler is not None else None,
             around=self.around,
+            randomness=self.randomness,
         )
         trained = [*place.parameters, *self.loose, *border.trained()]
         in_front = once(lambda: border.used_up) if border.leaves else NOTHING

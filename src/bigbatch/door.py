@@ -20,6 +20,7 @@ from bigbatch.core.buffers import Buffers
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.engines import lockstep, recompute, replayed
+from bigbatch.engines.randomness import Randomness
 from bigbatch.fit.budget import affordable
 from bigbatch.fit.later import Later, probe_of
 from bigbatch.fit.need import Place, need_of
@@ -44,6 +45,7 @@ class Door:
         checked: micro-batch sizes whose outputs are known to be joinable.
         sample_bytes: bytes that the backward of one sample keeps, once measured.
         norms: how batch norm is treated.
+        randomness: how random numbers are drawn.
     """
 
     micro_batch_size: int | str
@@ -54,6 +56,7 @@ class Door:
     modules: list[nn.Module]
     sizer: Sizer
     norms: BatchNorm
+    randomness: Randomness
     without_graph: Sizer
     around: Callable[[Piece], Any] | None = None
     report: StepReport | None = None
@@ -110,10 +113,10 @@ class Door:
         if not pieces:
             return self._forward(model, Piece(0, inputs, None))
 
-        forward = functools.partial(self._forward, model)
         parameters = models.parameters_of(inner)
         device = models.device_of(parameters)
         batch = Batch([inputs], pieces, inner, Buffers(inner), device)
+        forward = self.randomness.drawing(batch, functools.partial(self._forward, model), self.splitter)
         size = pieces[0].samples
         tied = functools.partial(recompute.refuse_tied_axes, batch, forward, self.splitter)
         check = None if size in self.checked else tied
@@ -125,7 +128,12 @@ class Door:
                 if later is not None:
                     later.follow(outputs)
             elif later is not None and torch.is_grad_enabled():
-                outputs = replayed.run(batch, forward, parameters, self.splitter, later.tries, kept=kept, check=check)
+                outputs = replayed.run(
+                    *(batch, forward, parameters, self.splitter, later.tries),
+                    kept=kept,
+                    check=check,
+                    by_sample=self.randomness.mode == "by_sample",
+                )
             else:
                 outputs = recompute.run(batch, forward, self.activations, kept, check)
         self.checked.add(size)

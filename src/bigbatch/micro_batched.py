@@ -16,6 +16,7 @@ from bigbatch.core.split import Splitter
 from bigbatch.core.units import parse_bytes
 from bigbatch.door import Door
 from bigbatch.engines import recompute
+from bigbatch.engines.randomness import MODES, Randomness
 from bigbatch.errors import OptionError
 from bigbatch.fit.sizer import Sizer, check_auto
 from bigbatch.terms import StepReport
@@ -40,6 +41,7 @@ class MicroBatched(nn.Module):
         keep_bytes: memory, as a number or such as "2GiB", in which the last micro-batches keep their activations
             instead, so that memory to spare is spent on time. The first call measures one micro-batch for it.
         batch_norm: as in `Accumulator`; "exact" offloads activations, or keeps them, and recomputes none.
+        randomness: as in `Accumulator`; every call draws a seed of its own.
         split: as in `Accumulator`; a function gets the arguments of the call as `inputs`, and None as targets.
 
     Raises:
@@ -66,10 +68,12 @@ class MicroBatched(nn.Module):
         activations: str = "recompute",
         keep_bytes: int | str | None = None,
         batch_norm: str = "exact",
+        randomness: str = "global",
         split: Any = None,
     ) -> None:
         models.check_option("activations", activations, recompute.ACTIVATIONS)
         models.check_option("batch_norm", batch_norm, batch_norms.MODES)
+        models.check_option("randomness", randomness, MODES)
         models.refuse_parallel([model])
         check_auto(micro_batch_size, memory)
         if micro_batch_size == "auto" and activations != "recompute":
@@ -92,6 +96,7 @@ class MicroBatched(nn.Module):
             modules=modules,
             sizer=Sizer(memory),
             norms=BatchNorm(batch_norm, modules),
+            randomness=Randomness(randomness),
             without_graph=Sizer(memory),
         )
 

@@ -50,6 +50,12 @@ def plain_arguments(bound: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in bound.items() if not isinstance(value, skipped)}
 
 
+def only_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """The only axis in which two shapes differ; None where there is not exactly one."""
+    differing = [axis for axis, (a, b) in enumerate(zip(one, other, strict=False)) if a != b]
+    return differing[0] if len(one) == len(other) and len(differing) == 1 else None
+
+
 def share(whole: Tensor, shape: Sequence[int], samples: int, first: int, last: int) -> Tensor | None:
     """The part of `whole` that belongs to samples [first, last) and has `shape`; None where that cannot be told.
 
@@ -62,10 +68,9 @@ def share(whole: Tensor, shape: Sequence[int], samples: int, first: int, last: i
     """
     if tuple(whole.shape) == tuple(shape):
         return whole
-    differing = [axis for axis, (a, b) in enumerate(zip(whole.shape, shape, strict=False)) if a != b]
-    if whole.dim() != len(shape) or len(differing) != 1:
+    axis = only_difference(whole.shape, shape)
+    if axis is None:
         return None
-    axis = differing[0]
     rows, rest = divmod(whole.shape[axis], samples)
     if rest or shape[axis] != rows * (last - first):
         return None
@@ -99,9 +104,14 @@ class Draw:
     results: list[Tensor]
 
 
+def is_fused(func: Any) -> bool:
+    """True for attention and recurrence in one kernel, which neither show their masks nor take others."""
+    return "attention" in func._schema.name or "_rnn" in func._schema.name
+
+
 def no_slices(func: Any, written: Sequence[Tensor]) -> str | None:
     """Why what this operator drew cannot be cut into samples; None where it can."""
-    if "attention" in func._schema.name or "_rnn" in func._schema.name:
+    if is_fused(func):
         return "a fused kernel keeps its dropout mask to itself"
     if any(t.is_nested or t.layout != torch.strided for t in written):
         return "its result is not a dense tensor"

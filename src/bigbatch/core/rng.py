@@ -120,6 +120,16 @@ def inside_checkpoint() -> bool:
     return frame.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
+def open_checkpoints() -> int:
+    """How many calls of `torch.utils.checkpoint` the code at hand runs inside of; a recomputation is no call."""
+    frame, count = sys._getframe().f_back, 0
+    while frame is not None:
+        code = frame.f_code
+        count += code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__
+        frame = frame.f_back
+    return count
+
+
 class Draws:
     """The random numbers that one forward over the whole batch drew, for its micro-batches to draw again.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,23 @@ from torch import Tensor
 
 from bigbatch.core.tree import children, leaves, map_leaves
 from bigbatch.errors import MicroBatchTooLarge, ModelError
+
+
+@dataclass(frozen=True)
+class Tries:
+    """What a failed try is told from, and what becomes of it.
+
+    Attributes:
+        on_failure: told the samples of each piece that did not fit in the backward.
+        is_oom: whether an error says that memory ran out.
+        let_go: makes an error release every tensor of the failed try.
+        around: entered around each try of the backward, to measure it.
+    """
+
+    on_failure: Callable[[int], None]
+    is_oom: Callable[[BaseException], bool]
+    let_go: Callable[[BaseException], None]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,6 +21,7 @@ from bigbatch.core.own_loss import OwnLoss
 from bigbatch.core.rules import Rule, weigh
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.engines import lockstep, recompute, sequential
+from bigbatch.engines.randomness import Randomness
 
 Items = Sequence[tuple[Any, Any]]
 OnOutputs = Callable[[Any, Any], object] | None
@@ -41,6 +42,7 @@ class Task:
         autocast: the dtype of autocast around forward and loss.
         scale: multiplies a weight by the loss scale of a GradScaler.
         around: what a proof puts around a micro-batch.
+        randomness: how random numbers are drawn.
     """
 
     model: Callable[..., Any]
@@ -53,6 +55,7 @@ class Task:
     autocast: torch.dtype | None
     scale: Callable[[Tensor], Tensor] | None
     around: Callable[[Piece], AbstractContextManager[object]] | None
+    randomness: Randomness
 
     def run(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
         """The batch's loss, with its gradient in `.grad`, and its denominator where it has one that bigbatch knows."""
@@ -72,8 +75,10 @@ class Task:
         extra, of = rule.extra(totals), rule.for_batch()
         shown: list[Any] = []
 
+        forward = self._forward(batch, extra)
+
         def loss_of(piece: Piece) -> Tensor:
-            outputs = call(self.model, piece.inputs, extra)
+            outputs = forward(piece)
             if on_outputs is not None:
                 shown.append(outputs)
             if rule.terms is not None:
@@ -94,16 +99,12 @@ class Task:
 
     def _of_all_outputs(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> Tensor:
         """A loss that nobody can weigh is computed once, on the outputs of the whole batch."""
-
-        def forward(piece: Piece) -> Any:
-            return call(self.model, piece.inputs)
-
         loss_fn = cast(Callable[..., Tensor], self.loss_fn)
         samples = [self.splitter.count(*item) for item in items]
         parts = [targets for _, targets in items]
         targets = join(parts, samples, "targets") if len(parts) > 1 else parts[0]
         targets = targets if batch.device is None else to_device(targets, batch.device)
-        inside = self._inside(forward, batch.device)
+        inside = self._inside(self._forward(batch), batch.device)
         check = functools.partial(recompute.refuse_tied_axes, batch, inside, self.splitter)
         if self.joint:
             outputs = lockstep.outputs(batch, inside, self.activations, check)
@@ -117,6 +118,15 @@ class Task:
         if on_outputs is not None:
             on_outputs(detached(outputs), targets)
         return loss.detach()
+
+    def _forward(self, batch: Batch, extra: Mapping[str, Any] | None = None) -> Callable[[Piece], Any]:
+        """The model's outputs, with the random numbers that are theirs."""
+
+        def forward(piece: Piece) -> Any:
+            return call(self.model, piece.inputs, extra)
+
+        with self._autocast(batch.device):
+            return self.randomness.drawing(batch, forward, self.splitter)
 
     def _inside(self, function: Callable[[Piece], Any], device: torch.device | None) -> Callable[[Piece], Any]:
         """The function, run under autocast and under whatever a proof puts around a micro-batch."""

@@ -138,13 +138,22 @@ def refuse_tied_axes(batch: Batch, forward: Forward, splitter: Splitter, outputs
     pieces, size = batch.pieces, batch.pieces[0].samples
     if not axes_like(outputs, size):
         return
-    if size > 2:  # batch norm refuses one sample alone
-        other = splitter.pieces(pieces[0].inputs, None, size - 1)[0]
-    else:
-        more = splitter.pieces(pieces[1].inputs, None, 1)[0]
-        other = Piece(size + 1, join([pieces[0].inputs, more.inputs], [size, 1], "inputs"), None)
+    other = first_samples(pieces, size - 1 if size > 2 else size + 1, splitter)  # batch norm refuses one alone
     with torch.no_grad(), preserved_rng(generators_of(batch.inner)), batch.buffers.replayed():
         join([outputs, forward(fresh(moved(other, batch.device), other))], [size, other.samples])
+
+
+def first_samples(pieces: Sequence[Piece], samples: int, splitter: Splitter) -> Piece:
+    """About so many samples from the beginning of a batch, whatever its micro-batches are; targets stay behind."""
+    sizes: list[int] = []
+    parts: list[Any] = []
+    for piece in pieces:
+        part = splitter.pieces(piece.inputs, None, min(piece.samples, samples - sum(sizes)))[0]
+        parts.append(part.inputs)
+        sizes.append(part.samples)
+        if sum(sizes) >= samples:
+            break
+    return Piece(sum(sizes), join(parts, sizes, "inputs") if len(parts) > 1 else parts[0], None)
 
 
 def refuse_left_behind(inner: Sequence[nn.Module], outputs: Any) -> None:

@@ -8,7 +8,7 @@ out-of-memory error on the way throws away what was summed and starts the node's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.tree import tensors_of
 from bigbatch.engines.again import (
     Autocast,
+    Tries,
     cannot_be_cut,
     known_leaves,
     linked,
@@ -42,23 +43,6 @@ from bigbatch.errors import MicroBatchTooLarge
 Gradients = Sequence[Tensor | None]
 
 
-@dataclass(frozen=True)
-class Tries:
-    """What a failed try is told from, and what becomes of it.
-
-    Attributes:
-        on_failure: told the samples of each piece that did not fit in the backward.
-        is_oom: whether an error says that memory ran out.
-        let_go: makes an error release every tensor of the failed try.
-        around: entered around each try of the backward, to measure it.
-    """
-
-    on_failure: Callable[[int], None]
-    is_oom: Callable[[BaseException], bool]
-    let_go: Callable[[BaseException], None]
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
 def run(
     batch: Batch,
     forward: Forward,
@@ -68,6 +52,7 @@ def run(
     *,
     kept: int = 0,
     check: Callable[[Any], None] | None = None,
+    by_sample: bool = False,
 ) -> Any:
     """The outputs of the whole batch, behind one node whose backward runs the micro-batches again.
 
@@ -79,6 +64,7 @@ def run(
         tries: what a failed try is told from, and what becomes of it.
         kept: how many of the last micro-batches keep their graph, so that their first backward needs no forward.
         check: shown the first micro-batch's outputs before the others run.
+        by_sample: whether the forward's random numbers do not depend on the split.
 
     Raises:
         ModelError: the outputs depend on a tensor that requires a gradient and is neither a parameter nor in the batch.
@@ -92,7 +78,7 @@ def run(
     outside = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
     outside |= {id(leaf): tensor for tensor, leaf in border.leaves.values()}
     guard = Guard([*parameters, *(held for part in batch.source for held in tensors_of(part))])
-    call = Call(replace(batch, pieces=pieces), forward, splitter, tries, guard, Autocast.now(device))
+    call = Call(replace(batch, pieces=pieces), forward, splitter, tries, guard, Autocast.now(device), by_sample)
     samples = [piece.samples for piece in pieces]
     trees: list[Any] = []
     flags: list[bool] = []
@@ -153,6 +139,7 @@ class Call:
     tries: Tries
     guard: Guard
     autocast: Autocast
+    by_sample: bool = False
     leaves: list[Tensor] = field(default_factory=list)
     numbers: list[Callable[[], None]] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -207,13 +194,13 @@ class Call:
             return
         # Without a graph the micro-batch fits, as a whole: this tells what each part of it must draw, and must give.
         draws = Draws()
-        with draws.record(piece.samples):
+        with nullcontext() if self.by_sample else draws.record(piece.samples):
             whole = self._outputs(k, piece, graph=False)
         with torch.enable_grad():
             parts = self.splitter.pieces(piece.inputs, piece.targets, limit)
         for part in parts:
             self.at_hand, span = part.samples, (piece.samples, part.first, part.first + part.samples)
-            with draws.replay(*span[1:]):
+            with nullcontext() if self.by_sample else draws.replay(*span[1:]):
                 outputs = tensors_in(self._outputs(k, part._replace(first=piece.first + part.first)))
             expected = rows_of(whole, tensors_in(whole), *span)
             if draws.unfollowed or not same_outputs(outputs, expected, self._eps()):

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.engines.again import tensors_in
+from bigbatch.engines.again import Tries, tensors_in
 from bigbatch.engines.recompute import fresh, moved
-from bigbatch.engines.replayed import Tries
 from bigbatch.fit.need import Need, Probe, bytes_of
 from bigbatch.fit.oom import is_out_of_memory, let_go
 from bigbatch.fit.sizer import Answer, Ran, Sizer

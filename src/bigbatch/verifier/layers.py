@@ -30,7 +30,7 @@ class Call:
     outputs: list[Tensor]
 
 
-def traced(bench: Bench, piece: Piece, drawing: AbstractContextManager[None], double: bool) -> list[Call]:
+def traced(bench: Bench, piece: Piece, drawing: AbstractContextManager[object], double: bool) -> list[Call]:
     """The calls of all modules in one forward, the inner ones before the outer ones."""
     calls: list[Call] = []
     handles = []

@@ -19,8 +19,10 @@ from bigbatch.core.rng import Draws, preserved_rng
 from bigbatch.core.rules import loss_of
 from bigbatch.core.split import Piece
 from bigbatch.core.weigh import divisor, divisors, number
+from bigbatch.engines.randomness import Randomness
 from bigbatch.errors import ModelError
 from bigbatch.verifier.case import Bench, Case, Gradients, Span, generators
+from bigbatch.verifier.numbers import ByPlace, numbers_of
 from bigbatch.verifier.precision import Dtypes, InDouble, coarsest
 from bigbatch.verifier.watch import Watch
 
@@ -54,7 +56,7 @@ class Trial:
     """One case with the random numbers that its whole batch drew; all other runs draw the same ones."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.draws = case, Draws()
+        self.case, self.draws = case, numbers_of(case)
         self.bench = case.fresh()
         self.samples = case.samples(self.bench)
         self.whole = whole(case, self.draws.record(self.samples))
@@ -98,7 +100,7 @@ def on_device(tree: Any, bench: Bench) -> Any:
     return tree if bench.device is None else to_device(tree, bench.device)
 
 
-def whole(case: Case, drawing: AbstractContextManager[None], seed: int = 0) -> Run:
+def whole(case: Case, drawing: AbstractContextManager[object], seed: int = 0) -> Run:
     """The definition of right: one forward and backward of plain PyTorch over the whole batch."""
     bench = case.fresh()
     piece = Piece(case.samples(bench), bench.inputs, bench.targets)
@@ -119,7 +121,7 @@ def grad_mode() -> str:
     return "on" if torch.is_grad_enabled() else "switched off"
 
 
-def plain_loss(bench: Bench, piece: Piece, drawing: AbstractContextManager[None], loss_inside: bool) -> Tensor:
+def plain_loss(bench: Bench, piece: Piece, drawing: AbstractContextManager[object], loss_inside: bool) -> Tensor:
     """Forward and loss of a batch in one piece. Where the doors run the loss once, it draws on its own."""
     inputs, targets = on_device(piece.inputs, bench), on_device(piece.targets, bench)
     autocast, stated = bench.options.get("autocast"), totals_of(bench, inputs, targets)
@@ -160,7 +162,7 @@ def loss_from(bench: Bench, outputs: Any, targets: Any, stated: Any = None) -> T
     return call_loss(bench.loss_fn, outputs, targets)
 
 
-def ours(case: Case, draws: Draws, seed: int) -> Run:
+def ours(case: Case, draws: Draws | ByPlace, seed: int) -> Run:
     """The user's configuration, with the whole batch's draws handed out in slices."""
     bench = case.fresh()
     watch = Watch(bench, draws, case.samples(bench), case.double)
@@ -172,7 +174,7 @@ def ours(case: Case, draws: Draws, seed: int) -> Run:
                 loss = bench.run(bench.model, bench.inputs, bench.targets)
         elif bench.door is not None:
             bench.door.micro_batch_size = case.size(bench) or 1
-            bench.door.around = watch.around
+            bench.door.around, bench.door.randomness = watch.around, Randomness("global")
             outputs = models.call(bench.model, bench.inputs)
             loss = loss_from(bench, outputs, on_device(bench.targets, bench))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -180,7 +182,7 @@ def ours(case: Case, draws: Draws, seed: int) -> Run:
             accumulator = Accumulator(
                 bench.model, bench.loss_fn, micro_batch_size=case.micro_batch_size, **bench.options
             )
-            accumulator.around = watch.around
+            accumulator.around, accumulator.randomness = watch.around, Randomness("global")
             loss = accumulator.backward(bench.inputs, bench.targets)
     if not watch.spans:  # names what the whole batch drew and nobody came to
         with draws.replay(0, 0):

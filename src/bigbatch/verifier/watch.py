@@ -15,13 +15,14 @@ from bigbatch.core.split import Piece
 from bigbatch.core.tree import leaves
 from bigbatch.verifier.case import Bench, Gradients, Span
 from bigbatch.verifier.generators import OwnNumbers
+from bigbatch.verifier.numbers import ByPlace
 from bigbatch.verifier.precision import InDouble
 
 
 class Watch:
     """Sees every forward of a run: which samples it got, and what `.grad` held before it."""
 
-    def __init__(self, bench: Bench, draws: Draws, samples: int, double: bool) -> None:
+    def __init__(self, bench: Bench, draws: Draws | ByPlace, samples: int, double: bool) -> None:
         self.bench, self.draws, self.samples, self.double = bench, draws, samples, double
         self.spans: list[Span] = []
         self.held: list[Gradients] = []

@@ -146,12 +146,6 @@ class Case:
         unknown = rule_for(self.model, self.loss_fn, self.options.get("reduction", "auto")) is None
         return "joint" if unknown and self.loss_fn is not None else "sequential"
 
-    @property
-    def by_sample(self) -> bool:
-        """Whether a door draws by sample. Both sides of the proof do then, and the door itself is relieved of it."""
-        door = self.model.__dict__["_door"] if isinstance(self.model, MicroBatched) else None
-        return (self.options.get("randomness") if door is None else door.randomness.mode) == "by_sample"
-
     def splitter(self, bench: Bench) -> Splitter:
         if bench.door is not None:
             return bench.door.splitter

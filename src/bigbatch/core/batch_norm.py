@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from bigbatch.core.models import generators_of, names_of
 from bigbatch.core.rng import snapshot
@@ -31,27 +31,26 @@ OPERATOR = ("input", "weight", "bias", "running_mean", "running_var", "training"
 CAUGHT: dict[Any, Sequence[str]] = {
     F.batch_norm: FUNCTION,
     torch.batch_norm: OPERATOR,
-    torch.native_batch_norm: OPERATOR,
     torch.ops.aten.batch_norm: OPERATOR,
     torch.ops.aten.batch_norm.default: OPERATOR,
 }
-KERNELS = frozenset(  # what all of these, and others, end in
-    f"aten::{name}"
-    for name in (
+KERNELS = frozenset(  # what all of these end in; a model may call one by itself
+    [
         *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
         *("_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
         *("_batch_norm_with_update", "_batch_norm_with_update_functional"),
-    )
+    ]
 )
-ON_THE_WAY = {__file__, F.__file__, torch.overrides.__file__, torch._ops.__file__}
+scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 OPTIONS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
 
 
 def by_batch(module: nn.Module) -> bool:
     """Whether a layer normalises by the statistics of the samples at hand."""
     if isinstance(module, torch.jit.ScriptModule):
-        name = getattr(module, "original_name", "")
-        return "BatchNorm" in name and (module.training or getattr(module, "running_mean", None) is None)
+        if "BatchNorm" in getattr(module, "original_name", ""):
+            return module.training or getattr(module, "running_mean", None) is None
+        return module.training and _calls_batch_norm(module)
     return isinstance(module, BATCH_NORM) and (module.training or module.running_mean is None)
 
 
@@ -69,66 +68,31 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict
     return given if given["training"] else None
 
 
-def line_of_caller(more: frozenset[str] = frozenset()) -> str:
-    """The first line of code outside of `torch.nn.functional` (and of `more` files) that led here."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in ON_THE_WAY | more:
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def is_kernel(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this is a call of a kernel of batch norm, in training mode.
+
+    >>> rows = torch.zeros(2, 1)
+    >>> is_kernel(torch.native_batch_norm, (rows, None, None, None, None, True, 0.1, 1e-5), {})
+    True
+    """
+    if getattr(func, "__name__", "").partition(".")[0] not in KERNELS:
+        return False
+    flags = (value for value in (*args, *kwargs.values()) if isinstance(value, bool))
+    return next(flags, True)  # `training` is the first flag, or there is none
 
 
 class Sighted(BaseException):
-    """A batch norm that has met nobody."""
+    """A batch norm that no module of the model owned up to."""
 
 
-class Lookout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Stops a forward whose batch norm would see one micro-batch: one outside of all layers, in compiled code, ...
+class Lookout(TorchFunctionMode):
+    """Stops a forward that comes to a batch norm in training mode."""
 
-    Args:
-        joint: whether micro-batches meet; they do so in threads of their own.
-        put_back: puts random numbers back to where the attempt began.
-
-    Attributes:
-        where: the line of code that the batch norm was called from, once there was one.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, joint: bool, put_back: Callable[[], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.joint, self.put_back = joint, put_back
-        self.where: str | None = None
-        self.caller = threading.get_ident()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if normalises(func, args, kwargs or {}) and not (self.joint and threading.get_ident() == self.caller):
-            self.where = self.where or line_of_caller()
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if arguments_of(func, args, kwargs) is not None or is_kernel(func, args, kwargs):
             raise Sighted
-        return func(*args, **(kwargs or {}))
-
-
-def normalises(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator normalises by the statistics of the samples at hand; instance norm ends in the same ones."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.name not in KERNELS:
-        return False
-    given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
-    return bool(given.get("training", True)) and not (given["input"].size(0) == 1 and _inside(F.instance_norm))
-
-
-def _inside(function: Any) -> bool:
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame.f_code is function.__code__
-
-
-def uncompiled() -> AbstractContextManager[object]:
-    """Compiled code shows nobody its batch norms, so it runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes seconds
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
+        return func(*args, **kwargs)
 
 
 class BatchNorm:
@@ -142,10 +106,7 @@ class BatchNorm:
     def __init__(self, mode: str, modules: Sequence[nn.Module]) -> None:
         self.mode, self.modules = mode, modules
         self.told: set[str] = set()  # a notice is given once
-        self.hidden: set[Any] = set()  # kinds of batches with a batch norm outside of all layers
-        self.looked: set[Any] = set()  # kinds of batches that a lookout has seen go through
-        self.lookout: Lookout | None = None
-        self.attempt: ExitStack | None = None  # what is entered here ends with the attempt
+        self.hidden: dict[Any, bool] = {}  # whether a call outside of all layers was sighted, in train or eval mode
 
     def is_joint(self, inner: Sequence[nn.Module], micro_batches: int) -> bool:
         """Whether the micro-batches of a batch have to meet.
@@ -164,47 +125,26 @@ class BatchNorm:
                 name = names_of(inner)[layer]
                 found = f"{name} is compiled by torch.jit, which shows nobody its batch norms"
                 raise ModelError(ASKED, found, "pass the model that was scripted, or freeze it with .eval()")
-        kind = _kind_of(inner, bool(layers))
-        joint = bool(layers) or kind in self.hidden
-        if self.attempt is not None and (kind, joint) not in self.looked:
-            self.lookout = Lookout(joint, snapshot(generators_of(inner)))
-            self.attempt.enter_context(uncompiled())
-            self.attempt.enter_context(self.lookout)
-        return joint
+        return bool(layers) or self.hidden.get(_mode_of(inner), False)
 
     def sighted(self, attempt: Callable[[], Answer], inner: Sequence[nn.Module]) -> Answer:
-        """Runs an attempt at a batch. The first one of a kind looks out for batch norms that would see a part of it.
+        """Runs an attempt at a batch; the first one looks out for batch norms that no layer tells of.
 
         If there is one, everything is put back and the attempt begins anew, knowing it.
-
-        Raises:
-            ModelError: one cannot meet the others.
         """
-        while True:
-            self.lookout = None
-            try:
-                with ExitStack() as self.attempt:
-                    answer = attempt()
-            except BaseException:
-                if self.lookout is None or self.lookout.where is None:
-                    raise
-            finally:
-                self.attempt = None
-            layers = any(map(by_batch, inner))
-            kind = _kind_of(inner, layers)
-            if self.lookout is None:
-                return answer
-            if self.lookout.where is None:
-                self.looked.add((kind, self.lookout.joint))
-                return answer
-            if self.lookout.joint:
-                raise ModelError(
-                    ASKED,
-                    f"a batch norm that runs inside one operator or inside torch.jit, at {self.lookout.where}",
-                    "call torch.nn.functional.batch_norm from Python, or pass batch_norm='local'",
-                )
-            self.hidden.add(kind)
-            self.lookout.put_back()
+        mode = _mode_of(inner)
+        if self.mode == "local" or mode in self.hidden or any(map(by_batch, inner)):
+            return attempt()
+        put_back = snapshot(generators_of(inner))
+        try:
+            with uncompiled() if any(map(_is_compiled, inner)) else nullcontext(), Lookout():
+                answer = attempt()
+            self.hidden[mode] = False
+            return answer
+        except Sighted:
+            self.hidden[mode] = True
+        put_back()
+        return attempt()
 
     def _tell(self, layers: Iterable[nn.Module]) -> None:
         wanted = set(layers)
@@ -220,5 +160,28 @@ class BatchNorm:
             warnings.warn(LOCAL.format(found), stacklevel=5)
 
 
-def _kind_of(inner: Sequence[nn.Module], layers: bool) -> tuple[bool, bool]:
-    return bool(inner) and inner[0].training, layers
+def _mode_of(inner: Sequence[nn.Module]) -> bool:
+    return bool(inner) and inner[0].training
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Compiled code shows nobody its batch norms, so it runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes seconds
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _calls_batch_norm(module: torch.jit.ScriptModule) -> bool:
+    """Whether the code that torch.jit has made of a module calls batch norm itself, and not by way of a layer."""
+    if module not in scripted:
+        code = str(getattr(module, "graph", ""))
+        scripted[module] = "aten::batch_norm(" in code or 'name="batch_norm"' in code
+    return scripted[module]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

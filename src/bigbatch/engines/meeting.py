@@ -7,21 +7,23 @@ its mark, and a micro-batch that reads another one's is stopped.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from bigbatch.core.batch_norm import ASKED, arguments_of, line_of_caller
+from bigbatch.core.batch_norm import ASKED, arguments_of, is_kernel
 from bigbatch.core.models import names_of
 from bigbatch.core.rng import inside_checkpoint
 from bigbatch.engines.turns import Turns
 from bigbatch.errors import ModelError
 
 MARK = "_bigbatch_comes_from"
-HERE = frozenset([__file__])
+ON_THE_WAY = {__file__, F.__file__, torch.overrides.__file__, torch._ops.__file__}
 CONSTANT = {  # nothing of a sample but its shape, dtype and device goes into what they make
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
@@ -44,7 +46,7 @@ class Call:
         self.weight, self.bias = given["weight"], given["bias"]
         self.running_mean, self.running_var = given["running_mean"], given["running_var"]
         self.momentum, self.eps = given["momentum"], given["eps"]
-        self.where = line_of_caller(HERE)
+        self.where = line_of_caller()
 
     def key(self, inner: Iterable[nn.Module]) -> Any:
         """What two calls of one layer have in common, though each has running statistics of its own."""
@@ -65,6 +67,14 @@ class Call:
         return f"batch norm called at {self.where}" if owner is None else names_of(inner)[owner]
 
 
+def line_of_caller() -> str:
+    """The first line of code outside of `torch.nn.functional` that led here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename in ON_THE_WAY:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 class Meeting(TorchFunctionMode):
     """Sees every function of PyTorch that one micro-batch calls.
 
@@ -83,7 +93,10 @@ class Meeting(TorchFunctionMode):
         self.turns.refuse_to_go_on()
         given = arguments_of(func, args, kwargs)
         if given is not None:
-            return self._caught(func, given.pop("input"), Call(given))
+            return self._caught(given.pop("input"), Call(given))
+        if is_kernel(func, args, kwargs):
+            found = f"a kernel of batch norm, {func.__name__}, called at {line_of_caller()}"
+            raise self._refused(found, "call torch.nn.functional.batch_norm, or pass batch_norm='local'")
         mine = False
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
@@ -115,14 +128,12 @@ class Meeting(TorchFunctionMode):
             "hand it on as an argument or a result, freeze batch norm with .eval(), or pass batch_norm='local'",
         )
 
-    def _caught(self, func: Any, x: Tensor, call: Call) -> Tensor:
+    def _caught(self, x: Tensor, call: Call) -> Tensor:
         if inside_checkpoint():
             raise self._refused(
                 f"a batch norm inside torch.utils.checkpoint ({call.where}), whose second forward would be alone",
                 "switch checkpointing off: activations wait on the host already",
             )
-        if func is torch.native_batch_norm:
-            raise self._refused(f"torch.native_batch_norm at {call.where}", "call torch.nn.functional.batch_norm")
         self._is_mine(x)
         out = self.batch_norm(self.mark[1], x, call)
         self.follow((out,))

@@ -1,6 +1,6 @@
 """`make bench`: every figure of this folder."""
 
-from . import memory, speed
+from . import batch_norm, memory, speed
 
-for module in (memory, speed):
+for module in (memory, speed, batch_norm):
     module.main()

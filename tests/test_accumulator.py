@@ -357,7 +357,7 @@ def test_grad_dtype() -> None:
         Accumulator(model, nn.MSELoss(), micro_batch_size=1, grad_dtype=dtype).backward(rows, goals)
         return grads(model)
 
-    wide, narrow = run(torch.float32), run(None)
+    wide, narrow = run(torch.float32), run(torch.bfloat16)
     assert all(p.dtype == torch.bfloat16 for p in model.parameters())
     assert {gradient.dtype for gradient in wide} == {torch.float32}
     assert {gradient.dtype for gradient in narrow} == {torch.bfloat16}

@@ -206,7 +206,7 @@ def test_a_failure_at_every_operator_of_a_window(kind: type[nn.Module]) -> None:
 def test_without_taking_gradients_back_a_failure_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sabotage: `.grad` is added to in place, and nobody undoes it."""
 
-    def add(held: Any, copies: Any) -> None:
+    def add(held: Any, sums: Any, copies: Any) -> None:
         for parameter, gradient in held:
             if gradient is not None and parameter.grad is not None:
                 parameter.grad = gradient.add_(parameter.grad)

@@ -120,10 +120,10 @@ def test_gradients_are_added(name: str, way: str) -> None:
 
 
 def test_a_replaced_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "_add", lambda held, copies: None)
+    monkeypatch.setattr(gradients, "_add", lambda held, sums, copies: None)
     broken(laws.gradients_are_added, BY_NAME["linear"], "sequential")
 
-    def into_new_tensors(held: Any, copies: Any) -> None:
+    def into_new_tensors(held: Any, sums: Any, copies: Any) -> None:
         for parameter, gradient in held:
             parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 

@@ -20,6 +20,7 @@ from bigbatch.core.held import held
 from bigbatch.core.own_loss import OwnLoss
 from bigbatch.core.rules import RuleNow, refuse_plain_function
 from bigbatch.core.split import Piece, Splitter
+from bigbatch.core.sums import check_grad_dtype
 from bigbatch.engines import recompute
 from bigbatch.engines.gradient import Items, OnOutputs, Task
 from bigbatch.engines.randomness import MODES, Randomness
@@ -55,7 +56,11 @@ class Accumulator:
             `split(inputs, targets, micro_batch_size)` that yields `(samples, inputs, targets)`.
         autocast: the dtype of `torch.autocast` around forward and loss; None leaves autocast as the caller set it.
         scaler: a `torch.amp.GradScaler`; gradients are multiplied by its scale, the returned loss is not.
-        grad_dtype: the dtype in which gradients of bfloat16 and float16 parameters are kept and added up.
+        grad_dtype: None adds up gradients of bfloat16 and float16 parameters in float32, which takes 4 bytes a
+            parameter until the call returns, and rounds the sum once to the parameter's dtype, which is what optimizers
+            take. torch.float32 leaves the sum in `.grad` as it is, for an optimizer that has float32 weights of its
+            own; plain backwards add to it in float32 from then on (`Tensor.grad_dtype`). torch.bfloat16 and
+            torch.float16 add up in that dtype, as plain PyTorch does.
         modules: the modules behind a plain function, where they cannot be found through it.
 
     Raises:
@@ -95,6 +100,7 @@ class Accumulator:
         models.check_option("activations", activations, recompute.ACTIVATIONS)
         models.check_option("randomness", randomness, MODES)
         check_auto(micro_batch_size, memory)
+        check_grad_dtype(grad_dtype)
         self.sizer = Sizer(memory) if micro_batch_size == "auto" else None
         self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
         self.batch_norm, self.activations = batch_norm, activations
@@ -181,6 +187,7 @@ class Accumulator:
             scale=self.scaler.scale if self.scaler is not None else None,
             around=self.around,
             randomness=self.randomness,
+            grad_dtype=self.grad_dtype,
         )
         trained = [*place.parameters, *self.loose, *border.trained()]
         in_front = once(lambda: border.used_up) if border.leaves else NOTHING

@@ -19,7 +19,9 @@ from bigbatch.core.batch_norm import BatchNorm
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.engines import lockstep, recompute, replayed
+from bigbatch.core.sums import expect, is_low
+from bigbatch.engines import joined, lockstep, recompute
+from bigbatch.engines.again import autocast
 from bigbatch.engines.randomness import Randomness
 from bigbatch.fit.budget import affordable
 from bigbatch.fit.later import Later, probe_of
@@ -46,6 +48,8 @@ class Door:
         sample_bytes: bytes that the backward of one sample keeps, once measured.
         norms: how batch norm is treated.
         randomness: how random numbers are drawn.
+        autocast: the dtype of autocast around the model's forward, or None.
+        grad_dtype: as in `MicroBatched`.
     """
 
     micro_batch_size: int | str
@@ -58,6 +62,8 @@ class Door:
     norms: BatchNorm
     randomness: Randomness
     without_graph: Sizer
+    autocast: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
     around: Callable[[Piece], Any] | None = None
     report: StepReport | None = None
     checked: set[int] = field(default_factory=set)
@@ -91,7 +97,8 @@ class Door:
 
     def _forward(self, model: nn.Module, piece: Piece) -> Any:
         positional, keywords = spread(piece.inputs)
-        with self.around(piece) if self.around is not None else nullcontext():
+        device = models.device_of(models.parameters_of(models.inner_modules(self.modules)))
+        with autocast(self.autocast, device), self.around(piece) if self.around is not None else nullcontext():
             return model(*positional, **keywords)
 
     def _attempt(
@@ -114,6 +121,8 @@ class Door:
             return self._forward(model, Piece(0, inputs, None))
 
         parameters = models.parameters_of(inner)
+        if self.grad_dtype is not None and torch.is_grad_enabled():
+            expect([(parameter, self.grad_dtype) for parameter in parameters if is_low(parameter)])
         device = models.device_of(parameters)
         batch = Batch([inputs], pieces, inner, Buffers(inner), device)
         forward = self.randomness.drawing(batch, functools.partial(self._forward, model), self.splitter)
@@ -127,15 +136,19 @@ class Door:
                 outputs = lockstep.outputs(batch, forward, self.activations, check)
                 if later is not None:
                     later.follow(outputs)
-            elif later is not None and torch.is_grad_enabled():
-                outputs = replayed.run(
-                    *(batch, forward, parameters, self.splitter, later.tries),
+            else:
+                outputs = joined.outputs(
+                    batch,
+                    forward,
+                    parameters,
+                    self.splitter,
+                    activations=self.activations,
                     kept=kept,
                     check=check,
+                    grad_dtype=self.grad_dtype,
+                    tries=later.tries if later is not None else None,
                     by_sample=self.randomness.mode == "by_sample",
                 )
-            else:
-                outputs = recompute.run(batch, forward, self.activations, kept, check)
         self.checked.add(size)
         self.report = replace(self.report, peak_bytes=models.peak_bytes(device))
         return outputs

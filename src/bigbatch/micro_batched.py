@@ -6,6 +6,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from bigbatch.core import batch_norm as batch_norms
@@ -13,6 +14,7 @@ from bigbatch.core import models
 from bigbatch.core.batch_norm import BatchNorm
 from bigbatch.core.held import held
 from bigbatch.core.split import Splitter
+from bigbatch.core.sums import check_grad_dtype
 from bigbatch.core.units import parse_bytes
 from bigbatch.door import Door
 from bigbatch.engines import recompute
@@ -43,6 +45,10 @@ class MicroBatched(nn.Module):
         batch_norm: as in `Accumulator`; "exact" offloads activations, or keeps them, and recomputes none.
         randomness: as in `Accumulator`; every call draws a seed of its own.
         split: as in `Accumulator`; a function gets the arguments of the call as `inputs`, and None as targets.
+        autocast: the dtype of `torch.autocast` around the model's forward, the second one too; None leaves autocast
+            as the caller set it. The loss is outside of it.
+        grad_dtype: as in `Accumulator`. By default, gradients of bfloat16 and float16 parameters are added up in
+            float32; they have no derivatives of second order then.
 
     Raises:
         BigBatchError: an option, a batch, an output or a model that would need a guess.
@@ -51,7 +57,6 @@ class MicroBatched(nn.Module):
     recomputation; Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
     arXiv:2101.06983, for a loss that needs the whole batch.
 
-    >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> model, images = nn.Linear(4, 3), torch.randn(10, 4)
     >>> similarity = MicroBatched(model, micro_batch_size=4)(images) @ model(images).T
@@ -70,10 +75,13 @@ class MicroBatched(nn.Module):
         batch_norm: str = "exact",
         randomness: str = "global",
         split: Any = None,
+        autocast: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
     ) -> None:
         models.check_option("activations", activations, recompute.ACTIVATIONS)
         models.check_option("batch_norm", batch_norm, batch_norms.MODES)
         models.check_option("randomness", randomness, MODES)
+        check_grad_dtype(grad_dtype)
         models.refuse_parallel([model])
         check_auto(micro_batch_size, memory)
         if micro_batch_size == "auto" and activations != "recompute":
@@ -98,6 +106,8 @@ class MicroBatched(nn.Module):
             norms=BatchNorm(batch_norm, modules),
             randomness=Randomness(randomness),
             without_graph=Sizer(memory),
+            autocast=autocast,
+            grad_dtype=grad_dtype,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,51 +11,67 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from bigbatch.core.sums import Sums, expect, is_low, plus, rounded
 from bigbatch.core.tree import map_leaves, tensors_of
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
 NOTHING = nullcontext()
 ONCE = "_bigbatch_happens_once"
 Hooks = Mapping[int, Callable[[Any], Any]]
 
 
 @contextmanager
-def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None = None) -> Iterator[None]:
+def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None = None) -> Iterator[Sums]:
     """What `.grad` holds is set aside while micro-batches fill it, and added at the end.
 
     Hooks of the parameters see the batch's gradient once, as they do when the whole batch runs backward: one that
     clips, or steps an optimizer, does what it was written for. An error inside leaves every `.grad` as it was: the
-    same tensors with the same values. With `grad_dtype`, gradients of low-precision parameters are kept and added up
-    in that dtype (`Tensor.grad_dtype` of PyTorch). Hooks happen once: an error from the first of them on is marked.
+    same tensors with the same values. Hooks happen once: an error from the first of them on is marked.
+
+    Args:
+        parameters: what gets a gradient.
+        grad_dtype: the dtype in which gradients of low-precision parameters are added up and left, which their
+            `Tensor.grad_dtype` is set to. None: added up in float32, and rounded once to what that says already.
     """
     held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
     copies: list[tuple[Tensor, Tensor]] = []
     hooked = [(p, *hooks_of(p)) for p, _ in held if p._backward_hooks or p._post_accumulate_grad_hooks]
+    sums = Sums()
+    low = [parameter for parameter, _ in held if is_low(parameter)]
+    before = [(parameter, parameter.grad_dtype) for parameter in low]
     for parameter, _ in held:
         parameter.grad = None
-        if grad_dtype is not None and parameter.dtype in LOW_PRECISION:
-            parameter.grad_dtype = grad_dtype
+    if grad_dtype is not None:
+        expect([(parameter, grad_dtype) for parameter in low])
     try:
-        with _set_aside(hooked) if hooked else NOTHING:
-            yield
+        with _set_aside(hooked) if hooked else NOTHING, sums.gathered(low if grad_dtype is None else ()):
+            yield sums
         with once(lambda: True) if hooked else NOTHING:
-            for parameter, before, _ in hooked:
-                _changed_by(before, parameter)
-            arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None}
-            _add(held, copies)
-            for parameter, _, after in hooked:
-                for hook in list(after.values()) if parameter in arrived else ():
-                    hook(parameter)
+            _hand_over(held, hooked, sums, copies)
     except BaseException:
-        for parameter, gradient in held:
+        for parameter, _ in held:
             parameter.grad = None
-            if gradient is not None:
-                parameter.grad_dtype = gradient.dtype
+        expect(before)
+        for parameter, gradient in held:
             parameter.grad = gradient
         with torch.no_grad():
             for gradient, copy in copies:
                 gradient.copy_(copy)
         raise
+
+
+def _hand_over(
+    held: Sequence[tuple[Tensor, Tensor | None]],
+    hooked: Sequence[tuple[Tensor, Hooks, Hooks]],
+    sums: Sums,
+    copies: list[tuple[Tensor, Tensor]],
+) -> None:
+    for parameter, before, _ in hooked:
+        _changed_by(before, parameter, sums)
+    arrived = {parameter for parameter, _, _ in hooked if parameter.grad is not None or id(parameter) in sums.totals}
+    _add(held, sums, copies)
+    for parameter, _, after in hooked:
+        for hook in list(after.values()) if parameter in arrived else ():
+            hook(parameter)
 
 
 @contextmanager
@@ -95,18 +111,25 @@ def _set_aside(hooked: Sequence[tuple[Tensor, Hooks, Hooks]]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _changed_by(hooks: Hooks, parameter: Tensor) -> None:
-    for hook in list(hooks.values()) if parameter.grad is not None else ():
+def _changed_by(hooks: Hooks, parameter: Tensor, sums: Sums) -> None:
+    gradient = sums.taken(parameter) if hooks else None
+    if gradient is None:
+        return
+    parameter.grad = rounded(gradient, parameter)
+    for hook in list(hooks.values()):
         changed = hook(parameter.grad)
         parameter.grad = parameter.grad if changed is None else changed
 
 
 @torch.no_grad()
-def _add(held: Sequence[tuple[Tensor, Tensor | None]], copies: list[tuple[Tensor, Tensor]]) -> None:
+def _add(held: Sequence[tuple[Tensor, Tensor | None]], sums: Sums, copies: list[tuple[Tensor, Tensor]]) -> None:
     """Adds what has arrived to what was held, and notes copies by which all of it can be taken back."""
     for parameter, gradient in held:
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+        total = sums.taken(parameter)
+        if total is not None:
+            parameter.grad = rounded(total if gradient is None else plus(gradient, total), parameter)
+        else:
+            parameter.grad = gradient
     for parameter, gradient in held:
         total = parameter.grad
         if gradient is None or total is None or total is gradient:
@@ -127,6 +150,7 @@ class Border:
 
     def __init__(self, items: list[tuple[Any, Any]], cut_off: bool = True) -> None:
         self.leaves: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sums = Sums()
         self.used_up = False  # whether the graph in front has begun to run backward
         self.items = items
         if cut_off and any(carries_a_graph(part) for item in items for part in item):
@@ -140,7 +164,10 @@ class Border:
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return tensor
         if id(tensor) not in self.leaves:
-            self.leaves[id(tensor)] = (tensor, tensor.detach().requires_grad_())
+            leaf = tensor.detach().requires_grad_()
+            self.leaves[id(tensor)] = (tensor, leaf)
+            if is_low(leaf):
+                self.sums.follow(leaf)
         return self.leaves[id(tensor)][1]
 
     def trained(self) -> list[Tensor]:
@@ -149,7 +176,8 @@ class Border:
 
     def backward(self) -> None:
         """Hands on what the leaves gathered; a graph in front of the model is run backward, which uses it up."""
-        pairs = [(tensor, leaf.grad) for tensor, leaf in self.leaves.values() if leaf.grad is not None]
+        arrived = [(tensor, self.sums.taken(leaf)) for tensor, leaf in self.leaves.values()]
+        pairs = [(tensor, rounded(gradient, tensor)) for tensor, gradient in arrived if gradient is not None]
         for tensor, gradient in pairs:
             if tensor.is_leaf:
                 tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient

@@ -19,7 +19,7 @@ from bigbatch.errors import MicroBatchTooLarge, ModelError
 
 @dataclass(frozen=True)
 class Tries:
-    """What a failed try is told from, and what becomes of it.
+    """What a failed try is told from, and what becomes of it; left out, there is one try.
 
     Attributes:
         on_failure: told the samples of each piece that did not fit in the backward.
@@ -28,9 +28,9 @@ class Tries:
         around: entered around each try of the backward, to measure it.
     """
 
-    on_failure: Callable[[int], None]
-    is_oom: Callable[[BaseException], bool]
-    let_go: Callable[[BaseException], None]
+    on_failure: Callable[[int], object] = lambda samples: None
+    is_oom: Callable[[BaseException], bool] = lambda error: False
+    let_go: Callable[[BaseException], object] = lambda error: None
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -154,11 +154,6 @@ def push(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], into: Se
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs], inputs=into)
 
 
-def taken(leaf: Tensor) -> Tensor | None:
-    gradient, leaf.grad = leaf.grad, None
-    return gradient
-
-
 def linked(trees: Sequence[Any], tensors: Iterable[Tensor]) -> list[Any]:
     """The same structures with other tensors, in order."""
     waiting = iter(tensors)
@@ -198,6 +193,19 @@ class Autocast:
     def eps(self) -> float:
         """The rounding unit of the coarsest dtype that autocast computes in; 0 where it is off."""
         return max((torch.finfo(dtype).eps for _, on, dtype in self.kinds if on), default=0.0)
+
+
+def autocast(dtype: torch.dtype | None, device: torch.device | None) -> AbstractContextManager[object]:
+    """Autocast to a dtype for one micro-batch; None leaves it as it is.
+
+    Casts of weights are its own: one that several micro-batches share would add up their gradients in its own dtype.
+    Those that are made without a graph are not remembered at all.
+    """
+    torch.clear_autocast_cache()
+    if dtype is None:
+        return nullcontext()
+    kind = device.type if device is not None else "cpu"
+    return torch.autocast(kind, dtype=dtype, cache_enabled=torch.is_grad_enabled())
 
 
 def cannot_be_cut(samples: int, unfollowed: Sequence[str]) -> MicroBatchTooLarge:

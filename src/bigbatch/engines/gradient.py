@@ -15,12 +15,13 @@ from bigbatch.core.batch import Batch
 from bigbatch.core.gradients import detached
 from bigbatch.core.join import join
 from bigbatch.core.losses import call_loss
-from bigbatch.core.models import call
+from bigbatch.core.models import call, parameters_of
 from bigbatch.core.move import to_device
 from bigbatch.core.own_loss import OwnLoss
 from bigbatch.core.rules import Rule, weigh
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.engines import lockstep, recompute, sequential
+from bigbatch.engines import joined, lockstep, recompute, sequential
+from bigbatch.engines.again import autocast
 from bigbatch.engines.randomness import Randomness
 
 Items = Sequence[tuple[Any, Any]]
@@ -43,6 +44,7 @@ class Task:
         scale: multiplies a weight by the loss scale of a GradScaler.
         around: what a proof puts around a micro-batch.
         randomness: how random numbers are drawn.
+        grad_dtype: as in `Accumulator`.
     """
 
     model: Callable[..., Any]
@@ -56,6 +58,7 @@ class Task:
     scale: Callable[[Tensor], Tensor] | None
     around: Callable[[Piece], AbstractContextManager[object]] | None
     randomness: Randomness
+    grad_dtype: torch.dtype | None = None
 
     def run(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
         """The batch's loss, with its gradient in `.grad`, and its denominator where it has one that bigbatch knows."""
@@ -65,7 +68,7 @@ class Task:
         if rule is None and self.own_loss is None:
             return self._of_all_outputs(batch, items, on_outputs), None
         if rule is None:
-            with self._autocast(batch.device):
+            with autocast(self.autocast, batch.device):
                 rule = cast(OwnLoss, self.own_loss).rule(batch.pieces, batch.device)
         return self._weighed(batch, items, rule, on_outputs)
 
@@ -109,9 +112,18 @@ class Task:
         if self.joint:
             outputs = lockstep.outputs(batch, inside, self.activations, check)
         else:
-            outputs = recompute.run(batch, inside, self.activations, len(batch.pieces) == 1, check)
+            outputs = joined.outputs(
+                batch,
+                inside,
+                parameters_of(batch.inner),
+                self.splitter,
+                activations=self.activations,
+                kept=int(len(batch.pieces) == 1),
+                check=check,
+                grad_dtype=self.grad_dtype,
+            )
         with batch.buffers.lent(1.0):
-            with self._autocast(batch.device):
+            with autocast(self.autocast, batch.device):
                 loss = sequential.scalar(call_loss(loss_fn, outputs, targets))
             seed = sequential.weight_like(1.0, loss)
             torch.autograd.backward(loss, self.scale(seed) if self.scale is not None else seed)
@@ -125,7 +137,7 @@ class Task:
         def forward(piece: Piece) -> Any:
             return call(self.model, piece.inputs, extra)
 
-        with self._autocast(batch.device):
+        with autocast(self.autocast, batch.device):
             return self.randomness.drawing(batch, forward, self.splitter)
 
     def _inside(self, function: Callable[[Piece], Any], device: torch.device | None) -> Callable[[Piece], Any]:
@@ -134,12 +146,7 @@ class Task:
             return function
 
         def run(piece: Piece) -> Any:
-            with self._autocast(device), self.around(piece) if self.around is not None else nullcontext():
+            with autocast(self.autocast, device), self.around(piece) if self.around is not None else nullcontext():
                 return function(piece)
 
         return run
-
-    def _autocast(self, device: torch.device | None) -> AbstractContextManager[object]:
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(device.type if device is not None else "cpu", dtype=self.autocast)

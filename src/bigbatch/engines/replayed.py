@@ -33,9 +33,9 @@ from bigbatch.engines.again import (
     push,
     rows_of,
     same_outputs,
-    taken,
     tensors_in,
 )
+from bigbatch.engines.offload import Host
 from bigbatch.engines.recompute import Forward, fresh, moved, refuse_left_behind
 from bigbatch.engines.replay import Guard, modes_of
 from bigbatch.errors import MicroBatchTooLarge
@@ -50,6 +50,7 @@ def run(
     splitter: Splitter,
     tries: Tries,
     *,
+    activations: str = "recompute",
     kept: int = 0,
     check: Callable[[Any], None] | None = None,
     by_sample: bool = False,
@@ -62,6 +63,7 @@ def run(
         parameters: everything that may get a gradient besides tensors of the batch.
         splitter: cuts a micro-batch whose backward ran out of memory.
         tries: what a failed try is told from, and what becomes of it.
+        activations: as in `recompute.run`; where it is not "recompute", every micro-batch keeps its graph.
         kept: how many of the last micro-batches keep their graph, so that their first backward needs no forward.
         check: shown the first micro-batch's outputs before the others run.
         by_sample: whether the forward's random numbers do not depend on the split.
@@ -79,13 +81,15 @@ def run(
     outside |= {id(leaf): tensor for tensor, leaf in border.leaves.values()}
     guard = Guard([*parameters, *(held for part in batch.source for held in tensors_of(part))])
     call = Call(replace(batch, pieces=pieces), forward, splitter, tries, guard, Autocast.now(device), by_sample)
-    samples = [piece.samples for piece in pieces]
+    samples, host = [piece.samples for piece in pieces], Host(parameters)
     trees: list[Any] = []
     flags: list[bool] = []
     used: dict[int, Tensor] = {}
     for k, there in enumerate(ahead(pieces, device) if device is not None else pieces):
         with buffers.lent(samples[k] / sum(samples), samples[k]):
-            outputs = call.first_outputs(there, keep=k >= len(pieces) - kept)
+            how = "keep" if k >= len(pieces) - kept else activations
+            with host.hooks() if how == "offload" else nullcontext():
+                outputs = call.first_outputs(there, keep=how != "recompute")
         used |= known_leaves(outputs, outside.keys(), (there.inputs, there.targets))
         flags += [tensor.requires_grad for tensor in tensors_in(outputs)]
         trees.append(detached(outputs))
@@ -177,13 +181,13 @@ class Call:
 
     def _attempt(self, gradients: Gradients, limit: int | None) -> list[Tensor | None]:
         last = len(gradients)
-        with preserved_rng(generators_of(self.batch.inner)), added_at_once(self.leaves):
+        with preserved_rng(generators_of(self.batch.inner)), added_at_once(self.leaves) as sums:
             for k in reversed(range(len(self.batch.pieces))):
                 own = gradients[last - self.counts[k] : last]
                 last -= self.counts[k]
                 if any(gradient is not None for gradient in own):
                     self._backward(k, own, limit)
-            return [taken(leaf) for leaf in self.leaves]
+            return [sums.taken(leaf) for leaf in self.leaves]
 
     def _backward(self, k: int, gradients: Gradients, limit: int | None) -> None:
         piece = self.batch.pieces[k]

@@ -289,6 +289,21 @@ def test_a_training_step_over_a_window(model: nn.Module, batch: tuple[Tensor, Te
     close((loss, grads(model)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_parameter_that_is_named_and_found_is_added_once(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(1, dtype=dtype))
+    door = Accumulator(
+        lambda rows: (weight * rows).sum(),
+        None,
+        micro_batch_size=1,
+        reduction="sum",
+        modules=[nn.ParameterList([weight])],
+    )
+    for times in (1, 2):
+        door.backward(torch.ones(4, dtype=dtype))
+        assert weight.grad == 4 * times
+
+
 def test_the_search_for_modules_is_bounded(model: nn.Module) -> None:
     def found(*sources: Any) -> list[nn.Module]:
         return list(held({str(i): source for i, source in enumerate(sources)}).modules.values())

@@ -32,7 +32,8 @@ def added_at_once(parameters: Iterable[Tensor], grad_dtype: torch.dtype | None =
         grad_dtype: the dtype in which gradients of low-precision parameters are added up and left, which their
             `Tensor.grad_dtype` is set to. None: added up in float32, and rounded once to what that says already.
     """
-    held = [(parameter, parameter.grad) for parameter in parameters if parameter.requires_grad]
+    each = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}  # named twice, added once
+    held = [(parameter, parameter.grad) for parameter in each.values()]
     copies: list[tuple[Tensor, Tensor]] = []
     hooked = [(p, *hooks_of(p)) for p, _ in held if p._backward_hooks or p._post_accumulate_grad_hooks]
     sums = Sums()
@@ -124,6 +125,8 @@ def _changed_by(hooks: Hooks, parameter: Tensor, sums: Sums) -> None:
 @torch.no_grad()
 def _add(held: Sequence[tuple[Tensor, Tensor | None]], sums: Sums, copies: list[tuple[Tensor, Tensor]]) -> None:
     """Adds what has arrived to what was held, and notes copies by which all of it can be taken back."""
+    if not sums.totals and all(gradient is None for _, gradient in held):
+        return  # all of it has arrived where it belongs
     for parameter, gradient in held:
         total = sums.taken(parameter)
         if total is not None:

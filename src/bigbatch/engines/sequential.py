@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 
@@ -38,7 +39,7 @@ def run(
         scale: multiplies a weight by the loss scale of a GradScaler.
         done: called after each micro-batch's backward.
     """
-    constant = True
+    constant, large = True, False
     losses: list[Tensor] = []
     used: list[Tensor] = []
     seeds: dict[Count, Tensor] = {}  # even pieces have at most two different weights
@@ -47,6 +48,8 @@ def run(
             loss = loss_of(piece)
             if type(loss) is not Tensor or loss.dim():
                 loss = scalar(loss)
+            if not losses:  # on the CPU a mean squared error lies in a storage as large as the outputs
+                large = loss.untyped_storage().nbytes() > loss.element_size()
             seed = seeds.get(weight)
             if seed is None:
                 seed = seeds[weight] = weight_like(weight, loss)
@@ -55,7 +58,7 @@ def run(
                 constant = False
             if done is not None:
                 done(piece)
-        losses.append(loss.detach().clone())  # on the CPU a mean squared error may lie in a storage as large as outputs
+        losses.append(loss.detach().clone() if large else loss.detach())
         used.append(seed)
     if constant:
         losses[-1].backward()  # type: ignore[no-untyped-call]  # PyTorch's own error says what is missing
@@ -72,6 +75,12 @@ def weight_like(weight: Count, loss: Tensor) -> Tensor:
 @torch.no_grad()
 def weighed_sum(losses: list[Tensor], weights: list[Tensor]) -> Tensor:
     """Σ_k w_k loss_k, in float32 at least; a micro-batch of weight zero adds nothing, even where its mean is 0/0."""
+    first = losses[0]
+    if type(first) is Tensor and first.device.type == "cpu":  # nothing to wait for, and no operator in between
+        known = {id(weight): weight.item() for weight in weights}
+        pairs = [(known[id(weight)], loss.item()) for weight, loss in zip(weights, losses, strict=True)]
+        wide = functools.reduce(torch.promote_types, {loss.dtype for loss in losses}, torch.float32)
+        return torch.full((), sum(weight * loss for weight, loss in pairs if weight), dtype=wide)
     loss = torch.stack(losses)
     if loss.dtype in (torch.float16, torch.bfloat16):
         loss = loss.float()

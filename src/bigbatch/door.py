@@ -38,7 +38,6 @@ class Door:
         micro_batch_size: samples in one micro-batch, or "auto".
         activations: "recompute", "offload" or "keep".
         keep_bytes: memory to spend on keeping the activations of the last micro-batches; None for no more than needed.
-        batch_norm: "exact" or "local".
         splitter: cuts the arguments of a call.
         modules: the model, and modules that it holds in plain attributes.
         sizer: chooses the size where it is automatic; `without_graph` does in calls that no backward follows.
@@ -55,7 +54,6 @@ class Door:
     micro_batch_size: int | str
     activations: str
     keep_bytes: int | None
-    batch_norm: str
     splitter: Splitter
     modules: list[nn.Module]
     sizer: Sizer
@@ -97,7 +95,9 @@ class Door:
 
     def _forward(self, model: nn.Module, piece: Piece) -> Any:
         positional, keywords = spread(piece.inputs)
-        device = models.device_of(models.parameters_of(models.inner_modules(self.modules)))
+        device = None
+        if self.autocast is not None:  # every micro-batch comes here
+            device = models.device_of(models.parameters_of(models.inner_modules(self.modules)))
         with autocast(self.autocast, device), self.around(piece) if self.around is not None else nullcontext():
             return model(*positional, **keywords)
 

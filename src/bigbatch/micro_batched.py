@@ -99,7 +99,6 @@ class MicroBatched(nn.Module):
             micro_batch_size=micro_batch_size,
             activations=activations,
             keep_bytes=budget,
-            batch_norm=batch_norm,
             splitter=splitter,
             modules=modules,
             sizer=Sizer(memory),

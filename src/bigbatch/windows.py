@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.core.split import Piece
-from bigbatch.core.tree import tensors_of
+from bigbatch.core.tree import storage_of, tensors_of
 from bigbatch.errors import OptionError
 
 
@@ -143,11 +143,6 @@ written to after it was yielded. Do: have the loader yield copies, such as buffe
 def has_address(tensor: Tensor) -> bool:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
     return plain and tensor.data_ptr() != 0  # empty tensors and those of the meta device lie nowhere
-
-
-def storage_of(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
 
 
 def in_a_row(items: Sequence[list[Piece]]) -> list[Piece]:

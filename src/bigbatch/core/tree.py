@@ -241,3 +241,9 @@ def unbuildable(node: Any) -> SplitError:
         f"{kind} cannot be built from a dict of its items",
         "pass a plain dict, or split= a function that cuts the batch",
     )
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of the memory that a tensor and all its views lie in."""
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from bigbatch.core.move import side_stream
+from bigbatch.core.tree import storage_of
 
 LEAST_BYTES = 64 * 1024  # what is smaller stays: fetching it back would take longer than the little room is worth
 
@@ -105,8 +106,3 @@ def to_host(tensor: Tensor) -> Tensor:
 def storages(tensors: Iterable[Tensor]) -> frozenset[int]:
     known = (tensor for tensor in tensors if not is_lazy(tensor))
     return frozenset(storage_of(tensor) for tensor in known if tensor.layout == torch.strided)
-
-
-def storage_of(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address

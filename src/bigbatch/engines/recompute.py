@@ -23,8 +23,8 @@ from bigbatch.core.models import generators_of, parameters_of
 from bigbatch.core.move import ahead
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.core.tree import leaves, map_leaves, tensors_of
-from bigbatch.engines.offload import Host, storage_of, storages
+from bigbatch.core.tree import leaves, map_leaves, storage_of, tensors_of
+from bigbatch.engines.offload import Host, storages
 from bigbatch.engines.replay import Guard, Replays
 from bigbatch.errors import ModelError
 

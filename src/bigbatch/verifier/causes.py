@@ -126,7 +126,7 @@ def without_batch_norm(setting: Setting) -> tuple[Setting, list[Cause]] | None:
 def sees_the_batch(case: Case) -> bool:
     """Whether batch norm had the whole batch on both sides."""
     door = case.model.__dict__["_door"] if isinstance(case.model, MicroBatched) else None
-    mode = case.options.get("batch_norm", "exact") if door is None else door.batch_norm
+    mode = case.options.get("batch_norm", "exact") if door is None else door.norms.mode
     return case.run is None and mode == "exact"
 
 

@@ -121,7 +121,7 @@ def facts(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict):
-        return tuple([facts(item) for item in value.values()]) if value else ()
+        return tuple([item if type(item) in PLAIN else facts(item) for item in value.values()])
     if isinstance(value, nn.Module):
         return type(value), facts(vars(value))
     return (id(value), value.shape, value.requires_grad) if isinstance(value, Tensor) else id(value)

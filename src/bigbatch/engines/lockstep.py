@@ -68,7 +68,7 @@ def gradient(
     if done is not None:
         for piece in batch.pieces:
             done(piece)
-    return weighed_sum([loss.detach() for loss in losses], seeds)
+    return weighed_sum([loss.detach() for loss in losses], seeds, losses[-1])
 
 
 def outputs(

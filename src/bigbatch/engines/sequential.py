@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,17 +39,17 @@ def run(
         scale: multiplies a weight by the loss scale of a GradScaler.
         done: called after each micro-batch's backward.
     """
-    constant, large = True, False
-    losses: list[Tensor] = []
-    used: list[Tensor] = []
+    constant, at_hand = True, False
+    losses: list[float | Tensor] = []
+    used: list[Count] = []
     seeds: dict[Count, Tensor] = {}  # even pieces have at most two different weights
     for piece, weight, share in zip(pieces, weights, shares, strict=True):
         with buffers.lent(share, piece.samples) if buffers.originals else NOTHING:
             loss = loss_of(piece)
             if type(loss) is not Tensor or loss.dim():
                 loss = scalar(loss)
-            if not losses:  # on the CPU a mean squared error lies in a storage as large as the outputs
-                large = loss.untyped_storage().nbytes() > loss.element_size()
+            if not losses:
+                at_hand = is_at_hand(loss, weight)
             seed = seeds.get(weight)
             if seed is None:
                 seed = seeds[weight] = weight_like(weight, loss)
@@ -58,11 +58,11 @@ def run(
                 constant = False
             if done is not None:
                 done(piece)
-        losses.append(loss.detach().clone() if large else loss.detach())
-        used.append(seed)
+        losses.append(loss.item() if at_hand else loss.detach())
+        used.append(weight if at_hand else seed)
     if constant:
-        losses[-1].backward()  # type: ignore[no-untyped-call]  # PyTorch's own error says what is missing
-    return weighed_sum(losses, used)
+        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's own error says what is missing
+    return weighed_sum(losses, used, loss)
 
 
 def weight_like(weight: Count, loss: Tensor) -> Tensor:
@@ -72,21 +72,27 @@ def weight_like(weight: Count, loss: Tensor) -> Tensor:
     return torch.full((), weight, dtype=loss.dtype, device=loss.device)
 
 
-@torch.no_grad()
-def weighed_sum(losses: list[Tensor], weights: list[Tensor]) -> Tensor:
-    """Σ_k w_k loss_k, in float32 at least; a micro-batch of weight zero adds nothing, even where its mean is 0/0."""
-    first = losses[0]
-    if type(first) is Tensor and first.device.type == "cpu":  # nothing to wait for, and no operator in between
-        known = {id(weight): weight.item() for weight in weights}
-        pairs = [(known[id(weight)], loss.item()) for weight, loss in zip(weights, losses, strict=True)]
-        wide = functools.reduce(torch.promote_types, {loss.dtype for loss in losses}, torch.float32)
-        return torch.full((), sum(weight * loss for weight, loss in pairs if weight), dtype=wide)
-    loss = torch.stack(losses)
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        loss = loss.float()
+def is_at_hand(loss: Tensor, weight: Count) -> bool:
+    """Whether the loss can be read as a number, which costs less than an operator and, on the CPU, waits for nothing."""
+    return type(loss) is Tensor and loss.is_cpu and not isinstance(weight, Tensor)
+
+
+def weighed_sum(losses: Sequence[Any], weights: Sequence[Any], like: Tensor) -> Tensor:
+    """Σ_k w_k loss_k, in float32 at least; a micro-batch of weight zero adds nothing, even where its mean is 0/0.
+
+    Args:
+        losses: numbers, or 0-d tensors.
+        weights: the same.
+        like: a loss, for its dtype and device.
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    if isinstance(losses[0], float):
+        total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
+        return torch.full((), total, dtype=wide)
+    loss = torch.stack(losses).to(wide)
     if len(set(map(id, weights))) == 1:
-        return loss.sum() * weights[0].to(loss.dtype)
-    weight = torch.stack(weights).to(loss.dtype)
+        return loss.sum() * weights[0].to(wide)
+    weight = torch.stack(weights).to(wide)
     return torch.where(weight == 0, 0.0, loss * weight).sum()
 
 

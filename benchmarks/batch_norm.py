@@ -221,16 +221,17 @@ def memory() -> None:
         )
 
 
-MICRO_BATCHES, MICRO_BATCH_SIZE, SIDE, PAIRS = 16, 16, 64, 3
+MICRO_BATCHES, MICRO_BATCH_SIZE, PAIRS = 16, 16, 2
 
 
-def ratio(other: str) -> float:
-    """The median ratio of one run against "whole" or "plain"."""
+def ratio(against: str) -> float:
+    """The median ratio of one run against "whole" or "plain", for images of the side that follows, as in "plain 64"."""
+    other, side = against.split()
     torch.manual_seed(0)
     torch.set_num_threads(1)  # two threads on a shared machine measure the neighbours
     model, loss_fn = ResNet(), nn.CrossEntropyLoss()
     samples = MICRO_BATCHES * MICRO_BATCH_SIZE
-    inputs, targets = torch.randn(samples, 3, SIDE, SIDE), torch.randint(0, 10, (samples,))
+    inputs, targets = torch.randn(samples, 3, int(side), int(side)), torch.randint(0, 10, (samples,))
     accumulator = bigbatch.Accumulator(model, loss_fn, micro_batch_size=MICRO_BATCH_SIZE)
 
     def ours() -> None:
@@ -250,17 +251,20 @@ def ratio(other: str) -> float:
 
 
 def speed() -> None:
-    figures: dict[str, Any] = {}
-    for other in ("whole", "plain"):
-        runs = in_fresh_processes(ratio, other, runs=3)
-        figures[other] = round(statistics.median(runs), 3)
-        figures[f"{other}_runs"] = [round(run, 3) for run in runs]
-    write(
-        "batch_norm_speed",
-        f"Accumulator(batch_norm='exact') / the whole batch, and / plain accumulation, whose gradient is another one: "
-        f"ResNet-18, {MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} images of {SIDE} x {SIDE}, float32, zero_grad",
-        figures,
-    )
+    """The smaller pictures show what micro-batches cost that are too small to keep a core busy."""
+    for side in (96, 64):
+        figures: dict[str, Any] = {}
+        for other in ("whole", "plain"):
+            runs = in_fresh_processes(ratio, f"{other} {side}", runs=3)
+            figures[other] = round(statistics.median(runs), 3)
+            figures[f"{other}_runs"] = [round(run, 3) for run in runs]
+        write(
+            f"batch_norm_speed_{side}",
+            f"Accumulator(batch_norm='exact') / the whole batch, and / plain accumulation, whose gradient is another "
+            f"one: ResNet-18, {MICRO_BATCHES} micro-batches of {MICRO_BATCH_SIZE} images of {side} x {side}, float32, "
+            "one thread, zero_grad",
+            figures,
+        )
 
 
 def main() -> None:

@@ -19,7 +19,8 @@ from bigbatch.engines.again import Autocast
 class Surroundings:
     """Grad mode, inference mode, autocast, modes (`torch.device` is one), hooks for saved tensors, device and stream.
 
-    Default dtype, deterministic algorithms, anomaly detection and numbers of threads hold for all threads anyway.
+    Default dtype, deterministic algorithms and anomaly detection hold for all threads anyway. So does the number of
+    threads inside an operator, once a thread has asked for it: before, oneDNN takes all cores (torch 2.13).
 
     >>> import threading
     >>> def look():
@@ -56,6 +57,7 @@ class Surroundings:
     @contextmanager
     def again(self) -> Iterator[None]:
         """The same in another thread, for as long as the block lasts."""
+        torch.get_num_threads()
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

@@ -21,7 +21,7 @@ from bigbatch.core.own_loss import OwnLoss
 from bigbatch.core.rules import RuleNow, refuse_plain_function
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.sums import check_grad_dtype
-from bigbatch.engines import recompute
+from bigbatch.engines import blocks, recompute
 from bigbatch.engines.gradient import Items, OnOutputs, Task
 from bigbatch.engines.randomness import MODES, Randomness
 from bigbatch.fit.need import Place, need_of
@@ -47,8 +47,12 @@ class Accumulator:
             forward and handed on: `loss_fn(outputs, targets, count)` divides its sums by them.
         batch_norm: "exact" lets batch norm in training mode see the whole batch, by running the forwards of all
             micro-batches side by side; "local" lets it see one micro-batch at a time, as plain accumulation does.
-        activations: where the whole batch is needed at once, for its loss or for batch norm, what becomes of
-            activations until the backward: "recompute" (which batch norm cannot: it offloads), "offload", "keep".
+        activations: what becomes of activations until the backward. "offload" moves them to the host. "recompute"
+            does something where the whole batch is needed at once: it throws them away until a second forward, for a
+            loss that nobody can weigh, and offloads them for batch norm, which cannot be recomputed. "keep" leaves
+            them.
+        checkpoint: True: the model's repeated blocks keep only their inputs and run forward again in the backward.
+            Hugging Face models are switched by their own switch.
         randomness: "by_sample" gives a sample the same random numbers (dropout masks, noise) whatever the split: they
             follow from one number a batch, the operator and the sample's place in the batch. "global" draws them
             from PyTorch's generators as they come.
@@ -89,6 +93,7 @@ class Accumulator:
         reduction: str | Callable[..., Any] = "auto",
         batch_norm: str = "exact",
         activations: str = "recompute",
+        checkpoint: bool = False,
         randomness: str = "global",
         split: Any = None,
         autocast: torch.dtype | None = None,
@@ -103,7 +108,7 @@ class Accumulator:
         check_grad_dtype(grad_dtype)
         self.sizer = Sizer(memory) if micro_batch_size == "auto" else None
         self.model, self.loss_fn, self.micro_batch_size = model, loss_fn, micro_batch_size
-        self.batch_norm, self.activations = batch_norm, activations
+        self.batch_norm, self.activations, self.checkpoint = batch_norm, activations, checkpoint
         self.autocast, self.scaler, self.grad_dtype = autocast, scaler, grad_dtype
         found = held({"model": model, "loss_fn": loss_fn})
         self.modules = list(found.modules.values() if modules is None else modules)
@@ -112,6 +117,8 @@ class Accumulator:
         self.norms, self.randomness = BatchNorm(batch_norm, self.modules), Randomness(randomness)
         self.around: Callable[[Piece], AbstractContextManager[object]] | None = None
         models.refuse_parallel(self.modules)
+        if checkpoint:
+            blocks.places_of(models.inner_modules(self.modules))
         self.splitter = Splitter(split, models.sizes_of(models.parameters_of(models.inner_modules(self.modules))))
         self.rule_now = RuleNow(model, loss_fn, reduction)
         self.rule = self.rule_now()
@@ -182,6 +189,7 @@ class Accumulator:
             own_loss=self.own_loss,
             joint=self.norms.is_joint(inner, len(pieces)),
             activations=self.activations,
+            checkpoint=self.checkpoint,
             splitter=self.splitter,
             autocast=self.autocast,
             scale=self.scaler.scale if self.scaler is not None else None,

@@ -20,7 +20,7 @@ from bigbatch.core.buffers import Buffers
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.sums import expect, is_low
-from bigbatch.engines import joined, lockstep, recompute
+from bigbatch.engines import blocks, joined, lockstep, recompute
 from bigbatch.engines.again import autocast
 from bigbatch.engines.randomness import Randomness
 from bigbatch.fit.budget import affordable
@@ -37,6 +37,7 @@ class Door:
     Attributes:
         micro_batch_size: samples in one micro-batch, or "auto".
         activations: "recompute", "offload" or "keep".
+        checkpoint: whether repeated blocks keep only their inputs.
         keep_bytes: memory to spend on keeping the activations of the last micro-batches; None for no more than needed.
         splitter: cuts the arguments of a call.
         modules: the model, and modules that it holds in plain attributes.
@@ -44,6 +45,7 @@ class Door:
         around: what a proof puts around the forward of a micro-batch.
         report: what the last call did.
         checked: micro-batch sizes whose outputs are known to be joinable.
+        places: where the model of the last call is checkpointed, with `checkpoint`.
         sample_bytes: bytes that the backward of one sample keeps, once measured.
         norms: how batch norm is treated.
         randomness: how random numbers are drawn.
@@ -53,6 +55,7 @@ class Door:
 
     micro_batch_size: int | str
     activations: str
+    checkpoint: bool
     keep_bytes: int | None
     splitter: Splitter
     modules: list[nn.Module]
@@ -66,12 +69,14 @@ class Door:
     report: StepReport | None = None
     checked: set[int] = field(default_factory=set)
     sample_bytes: float | None = None
+    places: blocks.Places | None = None
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs for the whole batch."""
         inputs = gathered(args, kwargs)
         inner = models.inner_modules(self.modules)
         start, retries = time.perf_counter(), 0
+        self.places = blocks.places_of(inner) if self.checkpoint else None
         if isinstance(self.micro_batch_size, str):
             outputs, retries = self._automatic(model, inputs, inner)
         else:
@@ -98,7 +103,11 @@ class Door:
         device = None
         if self.autocast is not None:  # every micro-batch comes here
             device = models.device_of(models.parameters_of(models.inner_modules(self.modules)))
-        with autocast(self.autocast, device), self.around(piece) if self.around is not None else nullcontext():
+        with (
+            autocast(self.autocast, device),
+            self.around(piece) if self.around is not None else nullcontext(),
+            self.places.checkpointed() if self.places is not None else nullcontext(),
+        ):
             return model(*positional, **keywords)
 
     def _attempt(
@@ -130,6 +139,8 @@ class Door:
         tied = functools.partial(recompute.refuse_tied_axes, batch, forward, self.splitter)
         check = None if size in self.checked else tied
         joint = self.norms.is_joint(inner, len(pieces))
+        if joint and self.checkpoint:
+            blocks.refuse_meeting(inner)
         kept = 1 if len(pieces) == 1 else 0 if joint else self._kept(batch, forward)
         with batch.buffers.put_back_on_error():
             if joint:

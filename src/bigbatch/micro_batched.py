@@ -17,7 +17,7 @@ from bigbatch.core.split import Splitter
 from bigbatch.core.sums import check_grad_dtype
 from bigbatch.core.units import parse_bytes
 from bigbatch.door import Door
-from bigbatch.engines import recompute
+from bigbatch.engines import blocks, recompute
 from bigbatch.engines.randomness import MODES, Randomness
 from bigbatch.errors import OptionError
 from bigbatch.fit.sizer import Sizer, check_auto
@@ -40,6 +40,7 @@ class MicroBatched(nn.Module):
         memory: the budget of "auto", as in `Accumulator`.
         activations: what happens to a micro-batch's activations until its backward: "recompute" (one more forward),
             "offload" (moved to the host) or "keep" (nothing).
+        checkpoint: as in `Accumulator`, also in a second forward and where activations are offloaded or kept.
         keep_bytes: memory, as a number or such as "2GiB", in which the last micro-batches keep their activations
             instead, so that memory to spare is spent on time. The first call measures one micro-batch for it.
         batch_norm: as in `Accumulator`; "exact" offloads activations, or keeps them, and recomputes none.
@@ -71,6 +72,7 @@ class MicroBatched(nn.Module):
         *,
         memory: int | str | float | None = None,
         activations: str = "recompute",
+        checkpoint: bool = False,
         keep_bytes: int | str | None = None,
         batch_norm: str = "exact",
         randomness: str = "global",
@@ -95,9 +97,12 @@ class MicroBatched(nn.Module):
         # The model's own __setattr__ would be asked, so the two fields of the wrapper are laid past it.
         self.__dict__["_wrapped"] = model
         modules = list(held({"model": model}).modules.values())
+        if checkpoint:
+            blocks.places_of(models.inner_modules(modules))
         self.__dict__["_door"] = Door(
             micro_batch_size=micro_batch_size,
             activations=activations,
+            checkpoint=checkpoint,
             keep_bytes=budget,
             splitter=splitter,
             modules=modules,

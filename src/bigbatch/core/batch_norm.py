@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from bigbatch.core.compiled import any_compiled, uncompiled
 from bigbatch.core.models import generators_of, names_of
 from bigbatch.core.rng import snapshot
 from bigbatch.errors import ModelError
@@ -137,7 +137,7 @@ class BatchNorm:
             return attempt()
         put_back = snapshot(generators_of(inner))
         try:
-            with uncompiled() if any(map(_is_compiled, inner)) else nullcontext(), Lookout():
+            with uncompiled() if any_compiled(inner) else nullcontext(), Lookout():
                 answer = attempt()
             self.hidden[mode] = False
             return answer
@@ -164,24 +164,9 @@ def _mode_of(inner: Sequence[nn.Module]) -> bool:
     return bool(inner) and inner[0].training
 
 
-def uncompiled() -> AbstractContextManager[object]:
-    """Compiled code shows nobody its batch norms, so it runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes seconds
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 def _calls_batch_norm(module: torch.jit.ScriptModule) -> bool:
     """Whether the code that torch.jit has made of a module calls batch norm itself, and not by way of a layer."""
     if module not in scripted:
         code = str(getattr(module, "graph", ""))
         scripted[module] = "aten::batch_norm(" in code or 'name="batch_norm"' in code
     return scripted[module]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    dynamo = sys.modules.get("torch._dynamo")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -7,14 +7,17 @@ A micro-batch's random operators are answered in a dispatch mode; see `sample_nu
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from bigbatch.core.checkpoints import open_checkpoints
+from bigbatch.core.compiled import uncompiled
 from bigbatch.core.random_operators import bound_arguments, draws_now, is_fused, may_draw, plain_arguments
-from bigbatch.core.rng import open_checkpoints
 from bigbatch.core.sample_axes import Axes, Seen, guessed
 from bigbatch.core.sample_numbers import Numbers, filling_of
 from bigbatch.errors import OptionError
@@ -35,8 +38,8 @@ class BySample:
     Not followed, drawn from the global generator as ever, and named in `unfollowed`: attention and recurrence in one
     fused kernel, operators that were handed a generator, shapes in which no axis of samples can be told, results that
     are not dense, and what a model recomputes by a `torch.utils.checkpoint` of its own. Not seen at all: Python's
-    `random` and NumPy. A module under `torch.compile` runs uncompiled inside, because PyTorch compiles nothing
-    under a dispatch mode.
+    `random` and NumPy. Compiled code runs as it was written: its operators could not be seen, and what PyTorch first
+    meets under a dispatch mode is never compiled afterwards.
 
     Args:
         seed: the window's; any integer, of which 64 bits count.
@@ -68,16 +71,19 @@ class BySample:
         self.seed, self.first, self.samples, self.axes = seed, first, samples, axes
         self.unfollowed: list[str] = []
         self.seen: list[Seen] = []
-        self._open: list[_Mode] = []
+        self._before: list[Seen] = []  # what a forward that begins in the middle has behind it
+        self._open: list[ExitStack] = []
 
     def __enter__(self) -> BySample:
-        self.seen = []
-        self._open.append(_Mode(self))
-        self._open[-1].__enter__()  # type: ignore[no-untyped-call]
+        self.seen = list(self._before)
+        with ExitStack() as stack:
+            stack.enter_context(uncompiled())
+            stack.enter_context(_Mode(self))
+            self._open.append(stack.pop_all())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._open.pop().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._open.pop().__exit__(*error)
 
     def _name(self, name: str, why: str) -> None:
         if f"{name}: {why}" not in self.unfollowed:
@@ -94,6 +100,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, owner: BySample) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner, self.checkpoints = owner, open_checkpoints()
+
+    def from_here(self) -> Callable[[], BySample]:
+        """Makes what answers the operators that are still to come."""
+        owner = self.owner
+        twin = BySample(owner.seed, owner.first, owner.samples, owner.axes)
+        twin._before = list(owner.seen)
+        return lambda: twin
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -11,7 +11,8 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from bigbatch.core.random_operators import (
 from bigbatch.errors import OptionError
 
 _Answer = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_Later = Callable[[], Callable[[], AbstractContextManager[None]]]
 
 
 def host_numbers() -> Callable[[], None]:
@@ -101,9 +103,11 @@ def preserved_rng(others: Sequence[torch.Generator] = ()) -> Iterator[None]:
 class _Asking(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hands every random operator to `answer`; all other operators run as they are."""
 
-    def __init__(self, answer: _Answer) -> None:
+    checkpoints = 0  # counted by `checkpoints.Numbers`, which asks `from_here`
+
+    def __init__(self, answer: _Answer, from_here: _Later | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.answer = answer
+        self.answer, self.from_here = answer, from_here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,16 +122,6 @@ def inside_checkpoint() -> bool:
     while frame.f_back is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
         frame = frame.f_back
     return frame.f_code.co_filename == torch.utils.checkpoint.__file__
-
-
-def open_checkpoints() -> int:
-    """How many calls of `torch.utils.checkpoint` the code at hand runs inside of; a recomputation is no call."""
-    frame, count = sys._getframe().f_back, 0
-    while frame is not None:
-        code = frame.f_code
-        count += code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__
-        frame = frame.f_back
-    return count
 
 
 class Draws:
@@ -168,8 +162,10 @@ class Draws:
             yield
 
     @contextmanager
-    def replay(self, first: int, last: int) -> Iterator[None]:
+    def replay(self, first: int, last: int, begin: int | None = None) -> Iterator[None]:
         """Answers the j-th random operator inside with the part of the j-th recorded one of samples [first, last).
+
+        A recomputation that sets in later says at which operator: `begin`.
 
         The global generators stay as they are. For a forward under `torch.utils.checkpoint`, hand a new `replay` of the
         same samples to the recomputation as well (`context_fn`): it counts from zero, whatever surrounds it.
@@ -183,20 +179,20 @@ class Draws:
                 f"{self._samples} samples were recorded",
                 "record the whole batch first and ask for samples of it",
             )
-        place = 0
+        place = begin or 0
 
         def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             nonlocal place
             place += 1
             return self._hand_out(place - 1, (first, last), func, args, kwargs)
 
-        with self._on_top(answer):
+        with self._on_top(answer, lambda: partial(self.replay, first, last, place)):
             yield
-        if place < len(self._draws):  # not reached by a recomputation that stops early: it leaves by an exception
+        if begin is None and place < len(self._draws):  # a recomputation stops early: it leaves by an exception
             self._name(self._draws[place].name, "the micro-batch never came to it")
 
     @contextmanager
-    def _on_top(self, answer: _Answer) -> Iterator[None]:
+    def _on_top(self, answer: _Answer, from_here: _Later | None = None) -> Iterator[None]:
         """Lets `answer` rule; an outer record or replay stays out of what happens inside."""
         self._inside.level = level = getattr(self._inside, "level", 0) + 1
 
@@ -204,7 +200,7 @@ class Draws:
             return answer(func, args, kwargs) if self._inside.level == level else func(*args, **kwargs)
 
         try:
-            with _Asking(alone):
+            with _Asking(alone, from_here):
                 yield
         finally:
             self._inside.level = level - 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,8 +68,55 @@ class Sums:
         return total.add_(gradient) if total.layout == torch.strided else plus(total, gradient)
 
 
+class Shared:
+    """A low-precision parameter of several micro-batches in one graph, where autograd adds up their gradients at once.
+
+    It adds up in the dtype of the tensor that they share. So each micro-batch has the parameter under a name of its
+    own, and what these names share is a tensor of float32 that holds no numbers. The sum is rounded once.
+
+    >>> weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    >>> shared = Shared(weight)
+    >>> sum(shared.own() * factor for factor in [0.5] * 255 + [256.0]).backward()
+    >>> weight.grad  # 256 is where a sum in bfloat16 would have stayed
+    tensor([384.], dtype=torch.bfloat16)
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.wide = _Wide.apply(parameter)  # type: ignore[no-untyped-call]
+
+    def own(self) -> Tensor:
+        """The parameter, in the same memory, for one more micro-batch."""
+        return _Own.apply(self.wide, self.parameter.detach())  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.new_zeros((), dtype=torch.float32).expand(parameter.shape)
+
+    @staticmethod
+    def backward(ctx: Any, total: Tensor) -> Tensor:
+        return total.coalesce() if total.is_sparse else total  # autograd rounds it to the parameter's dtype
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, wide: Tensor, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.float(), None
+
+
 def is_low(parameter: Tensor) -> bool:
     return parameter.dtype in LOW_PRECISION and not is_lazy(parameter)
+
+
+def adds_up_low(parameter: Tensor) -> bool:
+    """Whether autograd, left to itself, adds up a parameter's gradients in low precision."""
+    return parameter.requires_grad and is_low(parameter) and parameter.grad_dtype == parameter.dtype
 
 
 def expect(dtypes: Iterable[tuple[Tensor, torch.dtype | None]]) -> None:

@@ -20,8 +20,9 @@ from bigbatch.core.move import to_device
 from bigbatch.core.own_loss import OwnLoss
 from bigbatch.core.rules import Rule, weigh
 from bigbatch.core.split import Piece, Splitter
-from bigbatch.engines import joined, lockstep, recompute, sequential
+from bigbatch.engines import blocks, joined, lockstep, recompute, sequential
 from bigbatch.engines.again import autocast
+from bigbatch.engines.offload import Host
 from bigbatch.engines.randomness import Randomness
 
 Items = Sequence[tuple[Any, Any]]
@@ -38,7 +39,8 @@ class Task:
         rule: how the loss is weighed; None where the model has to be asked, or where nobody knows.
         own_loss: asks the model.
         joint: whether the micro-batches have to meet, for their batch norm.
-        activations: what becomes of them where the whole batch is needed.
+        activations: "recompute", "offload" or "keep".
+        checkpoint: whether repeated blocks keep only their inputs.
         splitter: counts samples.
         autocast: the dtype of autocast around forward and loss.
         scale: multiplies a weight by the loss scale of a GradScaler.
@@ -53,6 +55,7 @@ class Task:
     own_loss: OwnLoss | None
     joint: bool
     activations: str
+    checkpoint: bool
     splitter: Splitter
     autocast: torch.dtype | None
     scale: Callable[[Tensor], Tensor] | None
@@ -64,6 +67,12 @@ class Task:
         """The batch's loss, with its gradient in `.grad`, and its denominator where it has one that bigbatch knows."""
         if not batch.pieces:
             return torch.zeros((), device=batch.device), None
+        if self.joint and self.checkpoint:
+            blocks.refuse_meeting(batch.inner)
+        with blocks.checkpointed(batch.inner) if self.checkpoint else nullcontext():
+            return self._run(batch, items, on_outputs)
+
+    def _run(self, batch: Batch, items: Items, on_outputs: OnOutputs) -> tuple[Tensor, Any]:
         rule = self.rule
         if rule is None and self.own_loss is None:
             return self._of_all_outputs(batch, items, on_outputs), None
@@ -97,6 +106,8 @@ class Task:
         else:
             whole = sum(piece.samples for piece in batch.pieces)
             shares = [piece.samples / whole for piece in batch.pieces]
+            if self.activations == "offload":
+                run = offloaded(run, Host(parameters_of(batch.inner)))
             loss = sequential.run(batch.there(), weights, shares, run, batch.buffers, self.scale, done)
         return loss, denominator
 
@@ -150,3 +161,13 @@ class Task:
                 return function(piece)
 
         return run
+
+
+def offloaded(function: Callable[[Piece], Tensor], host: Host) -> Callable[[Piece], Tensor]:
+    """The function, whose saved tensors wait on the host."""
+
+    def run(piece: Piece) -> Tensor:
+        with host.hooks():
+            return function(piece)
+
+    return run

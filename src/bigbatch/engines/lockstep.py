@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from bigbatch.core.batch import Batch
-from bigbatch.core.batch_norm import ASKED, uncompiled
+from bigbatch.core.batch_norm import ASKED
+from bigbatch.core.compiled import uncompiled
 from bigbatch.core.join import join
 from bigbatch.core.joint_norm import enter, leave, meet, move
 from bigbatch.core.models import parameters_of
 from bigbatch.core.split import Piece
+from bigbatch.core.sums import Shared, adds_up_low
 from bigbatch.core.tree import tensors_of
 from bigbatch.core.weigh import Count
 from bigbatch.engines.meeting import MARK, Call, Meeting
@@ -108,6 +110,8 @@ class Lockstep:
         given = Counter(number for piece in batch.pieces for number in {id(tensor) for tensor in given_to(piece)})
         self.shared = {number for number, times in given.items() if times > 1}  # tensors that are no micro-batch's own
         self.marked: list[Tensor] = []
+        graph = torch.is_grad_enabled()
+        self.low = {id(p): Shared(p) for p in parameters_of(batch.inner) if graph and adds_up_low(p)}
         refuse_nested(self.surroundings)
 
     def run(self) -> list[Any]:
@@ -127,10 +131,12 @@ class Lockstep:
             self.batch.buffers.lent(samples / self.samples, samples),
         ):
             there = next(self.there)
-            meeting = Meeting((self.name, k), self.turns, self._normalised)
-            own = [tensor for tensor in given_to(there) if id(tensor) not in self.shared]
-            self.marked += own
-            meeting.follow(own)
+            torch.clear_autocast_cache()
+            own = {number: shared.own() for number, shared in self.low.items()}
+            meeting = Meeting((self.name, k), self.turns, self._normalised, own)
+            given = [tensor for tensor in given_to(there) if id(tensor) not in self.shared]
+            self.marked += given
+            meeting.follow(given)
             with meeting:
                 self.results[k] = self.function(there)
 
@@ -141,6 +147,7 @@ class Lockstep:
         self.waiting[k] = key, call
         with self.batch.buffers.set_aside():
             self.turns.wait(k)
+        torch.clear_autocast_cache()  # a cast of a weight that two micro-batches share adds up in its own dtype
         if call.met is None:
             self._put_together()
         del self.waiting[k]

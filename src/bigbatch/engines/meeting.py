@@ -28,6 +28,11 @@ CONSTANT = {  # nothing of a sample but its shape, dtype and device goes into wh
     *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty),
 }
+OF_A_LEAF = {  # what is asked of a parameter itself, or set on it, rather than computed with it
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_, Tensor.retain_grad),
+    *(vars(torch._C.TensorBase)[name].__get__ for name in ("grad", "is_leaf", "grad_fn", "_backward_hooks")),
+}
+SETTERS = ("__set__", "__delete__")
 
 
 class Call:
@@ -82,11 +87,18 @@ class Meeting(TorchFunctionMode):
         mark: the name of the forward, and the number of the micro-batch in it.
         turns: may end the micro-batch at any function, and is told of what is refused here.
         batch_norm: `batch_norm(k, x, call)` answers micro-batch k's calls of batch norm in training mode.
+        own: what the micro-batch computes with in place of some parameters, by their ids.
     """
 
-    def __init__(self, mark: tuple[str, int], turns: Turns, batch_norm: Callable[[int, Tensor, Call], Tensor]) -> None:
+    def __init__(
+        self,
+        mark: tuple[str, int],
+        turns: Turns,
+        batch_norm: Callable[[int, Tensor, Call], Tensor],
+        own: Mapping[int, Tensor],
+    ) -> None:
         super().__init__()
-        self.mark, self.turns, self.batch_norm = mark, turns, batch_norm
+        self.mark, self.turns, self.batch_norm, self.own = mark, turns, batch_norm, own
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,6 +115,8 @@ class Meeting(TorchFunctionMode):
                 mine = self._is_mine(value) or mine
             elif type(value) is list or type(value) is tuple:
                 mine = any([self._is_mine(item) for item in value if isinstance(item, Tensor)]) or mine
+        if self.own and func not in OF_A_LEAF and getattr(func, "__name__", "") not in SETTERS:
+            args, kwargs = self._with_own(args), {name: self._with_own(value) for name, value in kwargs.items()}
         out = func(*args, **kwargs)
         if mine and func not in CONSTANT:
             self.follow(args[:1] if out is None else (out,))  # what returns nothing has written to its first argument
@@ -115,6 +129,11 @@ class Meeting(TorchFunctionMode):
                 value.__dict__[MARK] = self.mark
             elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
                 self.follow(value)
+
+    def _with_own(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.own.get(id(value), value)
+        return type(value)(map(self._with_own, value)) if type(value) in (list, tuple) else value
 
     def _is_mine(self, value: Tensor) -> bool:
         mark = value.__dict__.get(MARK)

@@ -10,6 +10,7 @@ import torch
 
 from bigbatch.core.batch import Batch
 from bigbatch.core.by_sample import BySample
+from bigbatch.core.compiled import any_compiled
 from bigbatch.core.models import generators_of
 from bigbatch.core.rng import preserved_rng
 from bigbatch.core.sample_axes import Axes, Seen, axes_of
@@ -17,6 +18,7 @@ from bigbatch.core.split import Piece, Splitter
 from bigbatch.engines.recompute import Forward, first_samples, fresh, moved
 
 MODES = ("global", "by_sample")
+COMPILED = "randomness='by_sample': a compiled model hides what it draws; its forward runs as it was written"
 NOT_FOLLOWED = "randomness='by_sample': the numbers of {} are drawn as they come and depend on the split ({})"
 
 
@@ -45,6 +47,9 @@ class Randomness:
 
     def numbers(self, batch: Batch, forward: Forward, splitter: Splitter) -> Callable[[Piece], BySample]:
         """What goes around the forward of each of a batch's micro-batches; draws the batch's seed."""
+        if any_compiled(batch.inner) and COMPILED not in self.told:
+            self.told.add(COMPILED)
+            warnings.warn(COMPILED, stacklevel=6)
         seed = int(torch.randint(2**63 - 1, ()))
         axes = self._axes(batch, forward, splitter)
         return lambda piece: BySample(seed, piece.first, piece.samples, axes)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bigbatch.core.buffers import Buffers, version_of
+from bigbatch.core.compiled import runs_uncompiled, uncompiled
 from bigbatch.core.models import generators_of
 from bigbatch.core.rng import host_numbers, states_of
 from bigbatch.core.tree import leaves
@@ -48,7 +49,8 @@ class Guard:
 
 class Replays(AbstractContextManager[None]):
     """A micro-batch's second forward finds buffers, train or eval mode, and the random numbers of Python, NumPy and the
-    modules' own generators as its first one did.
+    modules' own generators as its first one did; compiled code that ran as it was written runs so again, for it saves
+    other tensors than what was compiled.
 
     It can be entered as often as asked: a graph that is kept, or a derivative in a forward, recomputes again.
     """
@@ -56,11 +58,13 @@ class Replays(AbstractContextManager[None]):
     def __init__(self, inner: Sequence[nn.Module], buffers: Buffers, guard: Guard) -> None:
         self.inner, self.buffers, self.guard = inner, buffers, guard
         self.generators = generators_of(inner)
-        self.first = self._now()
+        self.first, self.uncompiled = self._now(), runs_uncompiled()
         self.open: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
+        if self.uncompiled:
+            stack.enter_context(uncompiled())
         stack.enter_context(self.buffers.replayed())
         for put_back in self._now():
             stack.callback(put_back)

@@ -73,7 +73,7 @@ def weight_like(weight: Count, loss: Tensor) -> Tensor:
 
 
 def is_at_hand(loss: Tensor, weight: Count) -> bool:
-    """Whether the loss can be read as a number, which costs less than an operator and, on the CPU, waits for nothing."""
+    """Whether the loss can be read as a number: less work than an operator and, on the CPU, no waiting."""
     return type(loss) is Tensor and loss.is_cpu and not isinstance(weight, Tensor)
 
 
@@ -89,10 +89,11 @@ def weighed_sum(losses: Sequence[Any], weights: Sequence[Any], like: Tensor) -> 
     if isinstance(losses[0], float):
         total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
         return torch.full((), total, dtype=wide)
-    loss = torch.stack(losses).to(wide)
+    loss = torch.stack(list(losses)).to(wide)
     if len(set(map(id, weights))) == 1:
-        return loss.sum() * weights[0].to(wide)
-    weight = torch.stack(weights).to(wide)
+        one: Tensor = weights[0].to(wide)
+        return loss.sum() * one
+    weight = torch.stack(list(weights)).to(wide)
     return torch.where(weight == 0, 0.0, loss * weight).sum()
 
 

@@ -1,0 +1,210 @@
+"""Peak memory of one way to run a batch, at any micro-batch size, from one step at two small sizes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from bigbatch.core.held import held
+from bigbatch.core.models import inner_modules, parameters_of
+from bigbatch.core.split import Splitter
+from bigbatch.planner.curves import Curve, Kinds, curve
+from bigbatch.planner.fixed import BUFFERS, Fixed, fixed_of
+from bigbatch.planner.ledger import GRADIENTS, HOST, TEMPORARY, Ledger, bytes_of_all
+from bigbatch.planner.records import Way
+from bigbatch.planner.scratch import Scratch
+from bigbatch.planner.trace import Job, measured, traced
+
+INPUTS = "inputs"
+SIZES = (2, 4)  # samples of the micro-batches that are run: batch norm refuses one alone
+SAMPLES = 4  # of the user's batch, which are repeated
+
+
+Part = Callable[[int, int], Kinds]
+Windows = Mapping[tuple[int, int], Ledger]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The worst moment of an update: bytes on the device by kind, and the most bytes on the host."""
+
+    kinds: Mapping[str, int]
+    host_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of one way to run a batch.
+
+    Attributes:
+        way: how it is run.
+        fixed: what is held whatever the size.
+        parts: the parts of a window.
+        sample_bytes: bytes of one sample's inputs and targets.
+        batch_there: whether the whole batch lies on the device, and not only the micro-batches at hand.
+        flops: floating-point operations for one sample.
+        how: "fake tensors", or "measured" and why.
+        gradient_share: what this rank holds of the gradients.
+    """
+
+    way: Way
+    fixed: Fixed
+    parts: Sequence[Part]
+    sample_bytes: float
+    batch_there: bool
+    flops: float
+    how: str
+    gradient_share: float = 1.0
+
+    def at(self, micro_batch_size: int, micro_batches: int) -> Peak:
+        """The worst moment of an update with so many micro-batches of so many samples."""
+        here = micro_batches if self.batch_there else min(2, micro_batches)
+        lent = micro_batches if self.way.engine == "lockstep" else 1  # each micro-batch has buffers of its own
+        always = {**self.fixed.to_dict(), GRADIENTS: 0, INPUTS: here * micro_batch_size * self.sample_bytes}
+        always[BUFFERS] *= 1 + lent
+        step: Kinds = {GRADIENTS: self.fixed.gradients, TEMPORARY: self.fixed.step}
+        window = [self._named(part(micro_batch_size, micro_batches)) for part in self.parts]
+        moments = [together(always, moment) for moment in (*window, step)]
+        host = max(moment.get(HOST, 0.0) for moment in moments)
+        worst = max(moments, key=lambda moment: sum(size for kind, size in moment.items() if kind != HOST))
+        return Peak({kind: round(size) for kind, size in worst.items() if kind != HOST}, round(host))
+
+    def _named(self, kinds: Kinds) -> Kinds:
+        """Sums that are on their way to `.grad`, in one backward through all micro-batches, are gradients too."""
+        gradients, temporary = kinds.get(GRADIENTS, 0.0) * self.gradient_share, kinds.get(TEMPORARY, 0.0)
+        summed = max(0.0, min(temporary, self.fixed.gradients - gradients)) if self.way.engine != "sequential" else 0.0
+        return {**kinds, GRADIENTS: gradients + summed, TEMPORARY: temporary - summed}
+
+
+def together(*parts: Kinds) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float)
+    for part in parts:
+        for kind, size in part.items():
+            found[kind] += size
+    return dict(found)
+
+
+def job_of(
+    model: Callable[..., Any],
+    loss_fn: Callable[..., Tensor] | None,
+    inputs: Any,
+    targets: Any,
+    optimizer: Any = None,
+    split: Any = None,
+) -> Job:
+    """What is to be run, with a few samples of the user's batch.
+
+    Args:
+        model: a module or a function.
+        loss_fn: None where the model returns its own loss.
+        inputs: at least one sample.
+        targets: what belongs to them.
+        optimizer: an optimizer, or a function of the parameters that makes one; None where there is none.
+        split: as in `Accumulator`.
+    """
+    inner = inner_modules(held({"model": model, "loss_fn": loss_fn}).modules.values())
+    singles = Splitter(split).pieces(inputs, targets, 1)[:SAMPLES]
+    return Job(model, loss_fn, inner, singles, optimizer)
+
+
+def predicted(job: Job, way: Way, fixed: Fixed | None = None, scratch: Scratch | None = None) -> Prediction:
+    """The prediction for one way.
+
+    Args:
+        job: what is run.
+        way: how.
+        fixed: as from `fixed_of`, where it is known already.
+        scratch: what is known of operators already.
+    """
+    device = device_of(job)
+    scratch = scratch or Scratch(None if device.type == "meta" else device)
+    try:
+        windows, how = windows_of(job, way, partial(traced, job, way, scratch=scratch)), "fake tensors"
+    except Exception as error:
+        if device.type == "meta":
+            raise
+        windows = windows_of(job, way, partial(measured, job, way, scratch=scratch))
+        how = f"measured on {SIZES[0]} and {SIZES[1]} samples: fake tensors do not do ({type(error).__name__})"
+    size, count = next(iter(windows))
+    fixed = fixed or fixed_of(job)
+    return Prediction(
+        way,
+        fixed,
+        parts_of(way, windows, fixed.gathered),
+        sample_bytes=sum(bytes_of_all([leaf.contiguous()]) for leaf in tensors_of_samples(job)) / len(job.singles),
+        batch_there=device.type == "cpu" or way.engine == "lockstep",
+        flops=windows[size, count].flops / (size * count),
+        how=how,
+    )
+
+
+def windows_of(job: Job, way: Way, trace: Callable[[int, int], Ledger]) -> Windows:
+    """Windows of few micro-batches of few samples: one, or two and three where every further one adds to them.
+
+    A loss may compare each sample with each other: it is a parabola in the samples that it sees.
+    """
+    if way.engine == "sequential":
+        return {(size, 1): trace(size, 1) for size in (*SIZES, *(() if job.adds_up else (2 * SIZES[1],)))}
+    return {window: trace(*window) for window in ((SIZES[0], 2), (SIZES[1], 2), (SIZES[0], 3))}
+
+
+def parts_of(way: Way, windows: Windows, gathered: int) -> list[Part]:
+    """The parts of a window, and what is held in each at its worst moment; gradients gather in so many bytes."""
+    one, two, three = ({size: window for (size, many), window in windows.items() if many == n} for n in (1, 2, 3))
+    if way.engine == "sequential":
+        return [partial(of_sequence, curve(one, range(2)), curve(one, range(2), again=True), gathered)]
+    whole = {size * count: ledger for (size, count), ledger in windows.items()}
+    parts: list[Part] = []
+    for k, (name, _) in enumerate(two[SIZES[0]].phases[:-1]):
+        phase = range(k, k + 1)
+        if "loss" in name:
+            parts.append(partial(of_batch, curve(whole, phase)))
+        else:
+            parts.append(partial(of_window, curve(two, phase), curve(three, phase)))
+    return parts
+
+
+def of_sequence(first: Curve, again: Curve, gathered: int, micro_batch_size: int, micro_batches: int) -> Kinds:
+    """The second micro-batch finds gradients, and every further one finds the same."""
+    alone = first.worst(micro_batch_size)
+    if micro_batches == 1:
+        return alone
+    later = together(again.worst(micro_batch_size), {GRADIENTS: gathered})
+    return max((alone, later), key=lambda kinds: sum(size for kind, size in kinds.items() if kind != HOST))
+
+
+def of_batch(whole: Curve, micro_batch_size: int, micro_batches: int) -> Kinds:
+    return whole.worst(micro_batch_size * micro_batches)
+
+
+def of_window(two: Curve, three: Curve, micro_batch_size: int, micro_batches: int) -> Kinds:
+    """Every micro-batch beyond the second adds what the third one adds, sample by sample."""
+    kinds, less, more = map(unsplit, (two.worst(micro_batch_size), two.worst(SIZES[0]), three.worst(SIZES[0])))
+    further = (micro_batches - 2) * micro_batch_size / SIZES[0]
+    added = {kind: further * (more.get(kind, 0.0) - less.get(kind, 0.0)) for kind in (*less, *more)}
+    return {kind: max(0.0, kinds.get(kind, 0.0) + added.get(kind, 0.0)) for kind in {*kinds, *added}}
+
+
+def unsplit(kinds: Kinds) -> Kinds:
+    """Gradients among the temporary: in one backward through all micro-batches their sums are both, in turn."""
+    return {**kinds, GRADIENTS: 0.0, TEMPORARY: kinds.get(TEMPORARY, 0.0) + kinds.get(GRADIENTS, 0.0)}
+
+
+def tensors_of_samples(job: Job) -> list[Tensor]:
+    leaves = tree_leaves([(single.inputs, single.targets) for single in job.singles])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def device_of(job: Job) -> torch.device:
+    return next((parameter.device for parameter in parameters_of(job.inner)), torch.device("cpu"))

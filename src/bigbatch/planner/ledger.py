@@ -74,7 +74,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:  # asked by C++, and often
             return args[0].fake_device
-        if func in ANSWERS and not getattr(self._asked, "by_user", False):
+        if func in ANSWERS and type(args[0]) is FakeTensor and not getattr(self._asked, "by_user", False):
             return ANSWERS[func]
         lift = func is torch.ops.aten.lift_fresh.default
         old = set() if lift else {storage._cdata for storage in storages((args, kwargs))}

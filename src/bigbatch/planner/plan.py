@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.core.batch_norm import by_batch
-from bigbatch.core.rules import rule_for
 from bigbatch.errors import OptionError
 from bigbatch.fit.budget import budget_bytes
 from bigbatch.planner.ladder import Room, Step, chosen_of, largest_count, rung_of, sizes_of, steps
@@ -75,11 +73,10 @@ def plan(
     (True, None, 'micro-batches')
     """
     check(batch_size, precision, ranks, sharding)
-    job = job_of(model, loss_fn, inputs, targets, optimizer, split)
+    job = job_of(model, loss_fn, inputs, targets, optimizer, reduction, split)
     target = target_of(job, device)
     room = Room(math.ceil(batch_size / ranks), budget(memory, target), target == "cuda")
     scratch = scratch_for(job, target)
-    job = replace(job, adds_up=loss_fn is None or rule_for(model, loss_fn, reduction) is not None)
     base, door = base_of(job, AUTOCAST[precision], room.on_cuda)
     found = list(steps(job, room, base, door, scratch))
     if ranks > 1:

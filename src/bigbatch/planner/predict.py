@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from bigbatch.core.held import held
+from bigbatch.core.live import dense_parts
 from bigbatch.core.models import inner_modules, parameters_of
-from bigbatch.core.split import Splitter
+from bigbatch.core.rules import rule_for
+from bigbatch.core.split import Piece, Splitter
+from bigbatch.core.tree import tensors_of
 from bigbatch.planner.curves import Curve, Kinds, curve
 from bigbatch.planner.fixed import BUFFERS, Fixed, fixed_of
-from bigbatch.planner.ledger import GRADIENTS, HOST, TEMPORARY, Ledger, bytes_of_all
+from bigbatch.planner.ledger import GRADIENTS, HOST, TEMPORARY, Ledger
 from bigbatch.planner.records import Way
 from bigbatch.planner.scratch import Scratch
+from bigbatch.planner.stand_ins import refuse_lazy
 from bigbatch.planner.trace import Job, measured, traced
 
 INPUTS = "inputs"
@@ -101,6 +104,7 @@ def job_of(
     inputs: Any,
     targets: Any,
     optimizer: Any = None,
+    reduction: str | Callable[..., Any] = "auto",
     split: Any = None,
 ) -> Job:
     """What is to be run, with a few samples of the user's batch.
@@ -111,11 +115,13 @@ def job_of(
         inputs: at least one sample.
         targets: what belongs to them.
         optimizer: an optimizer, or a function of the parameters that makes one; None where there is none.
+        reduction: as in `Accumulator`.
         split: as in `Accumulator`.
     """
     inner = inner_modules(held({"model": model, "loss_fn": loss_fn}).modules.values())
+    refuse_lazy(inner)
     singles = Splitter(split).pieces(inputs, targets, 1)[:SAMPLES]
-    return Job(model, loss_fn, inner, singles, optimizer)
+    return Job(model, loss_fn, inner, singles, optimizer, rule_for(model, loss_fn, reduction))
 
 
 def predicted(job: Job, way: Way, fixed: Fixed | None = None, scratch: Scratch | None = None) -> Prediction:
@@ -142,7 +148,7 @@ def predicted(job: Job, way: Way, fixed: Fixed | None = None, scratch: Scratch |
         way,
         fixed,
         parts_of(way, windows, fixed.gathered),
-        sample_bytes=sum(bytes_of_all([leaf.contiguous()]) for leaf in tensors_of_samples(job)) / len(job.singles),
+        sample_bytes=sum(sample_bytes(single) for single in job.singles) / len(job.singles),
         batch_there=device.type == "cpu" or way.engine == "lockstep",
         flops=windows[size, count].flops / (size * count),
         how=how,
@@ -156,7 +162,7 @@ def windows_of(job: Job, way: Way, trace: Callable[[int, int], Ledger]) -> Windo
     """
     if way.engine == "sequential":
         return {(size, 1): trace(size, 1) for size in (*SIZES, *(() if job.adds_up else (2 * SIZES[1],)))}
-    return {window: trace(*window) for window in ((SIZES[0], 2), (SIZES[1], 2), (SIZES[0], 3))}
+    return {(size, count): trace(size, count) for count in (2, 3) for size in SIZES}
 
 
 def parts_of(way: Way, windows: Windows, gathered: int) -> list[Part]:
@@ -164,7 +170,7 @@ def parts_of(way: Way, windows: Windows, gathered: int) -> list[Part]:
     one, two, three = ({size: window for (size, many), window in windows.items() if many == n} for n in (1, 2, 3))
     if way.engine == "sequential":
         return [partial(of_sequence, curve(one, range(2)), curve(one, range(2), again=True), gathered)]
-    whole = {size * count: ledger for (size, count), ledger in windows.items()}
+    whole = {size * count: ledger for (size, count), ledger in windows.items() if (size, count) != (SIZES[0], 3)}
     parts: list[Part] = []
     for k, (name, _) in enumerate(two[SIZES[0]].phases[:-1]):
         phase = range(k, k + 1)
@@ -189,11 +195,10 @@ def of_batch(whole: Curve, micro_batch_size: int, micro_batches: int) -> Kinds:
 
 
 def of_window(two: Curve, three: Curve, micro_batch_size: int, micro_batches: int) -> Kinds:
-    """Every micro-batch beyond the second adds what the third one adds, sample by sample."""
-    kinds, less, more = map(unsplit, (two.worst(micro_batch_size), two.worst(SIZES[0]), three.worst(SIZES[0])))
-    further = (micro_batches - 2) * micro_batch_size / SIZES[0]
-    added = {kind: further * (more.get(kind, 0.0) - less.get(kind, 0.0)) for kind in (*less, *more)}
-    return {kind: max(0.0, kinds.get(kind, 0.0) + added.get(kind, 0.0)) for kind in {*kinds, *added}}
+    """Every micro-batch beyond the second adds what the third one adds."""
+    less, more = unsplit(two.worst(micro_batch_size)), unsplit(three.worst(micro_batch_size))
+    added = {k: (micro_batches - 2) * (more.get(k, 0.0) - less.get(k, 0.0)) for k in {*less, *more}}
+    return {kind: max(0.0, less.get(kind, 0.0) + more_bytes) for kind, more_bytes in added.items()}
 
 
 def unsplit(kinds: Kinds) -> Kinds:
@@ -201,9 +206,10 @@ def unsplit(kinds: Kinds) -> Kinds:
     return {**kinds, GRADIENTS: 0.0, TEMPORARY: kinds.get(TEMPORARY, 0.0) + kinds.get(GRADIENTS, 0.0)}
 
 
-def tensors_of_samples(job: Job) -> list[Tensor]:
-    leaves = tree_leaves([(single.inputs, single.targets) for single in job.singles])
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+def sample_bytes(piece: Piece) -> int:
+    """Bytes of inputs and targets, also where they are views of a larger batch."""
+    parts = [part for tensor in tensors_of((piece.inputs, piece.targets)) for part in dense_parts(tensor)]
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def device_of(job: Job) -> torch.device:

@@ -6,6 +6,10 @@ Only operators that are known to do so are called, one sample's worth of work or
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +65,10 @@ class Scratch:
         if key not in self.known:
             # In inference a recurrent layer keeps nothing for the backward.
             with _disable_current_modes(), torch.enable_grad():
-                self.known[key] = measured(func, *tree_map(self._zeros, (args, kwargs)))
+                try:
+                    self.known[key] = measured(func, *tree_map(self._zeros, (args, kwargs)))
+                except RuntimeError:  # a mixture of dtypes that only fakes take
+                    self.known[key] = NOTHING
         return self.known[key]
 
     def _zeros(self, leaf: Any) -> Any:
@@ -83,11 +90,25 @@ def measured(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[int, list[i
         out = func(*args, **kwargs)
         peak = torch.cuda.max_memory_allocated(device) - before
     else:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        with unheard(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             out = func(*args, **kwargs)
         peak = peak_of(record)
     sizes = [leaf.untyped_storage().nbytes() if isinstance(leaf, Tensor) else 0 for leaf in tree_leaves(out)]
     return max(0, peak - sum(sizes)), sizes
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """The profiler of torch 2.13 writes two lines to standard error for each time that it runs; nobody wants them."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def peak_of(record: profile) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
+from bigbatch.core.models import names_of
 from bigbatch.core.tree import map_leaves
 from bigbatch.errors import ModelError
 
@@ -23,9 +24,6 @@ def stand_ins(inner: Sequence[nn.Module], mode: FakeTensorMode) -> Iterator[None
 
     A tensor that two modules hold has one fake. The modules stay the same objects, so that closures and plain functions
     find them too; what a forward writes to their attributes is taken back.
-
-    Raises:
-        ModelError: a lazy layer has not been given its shapes yet.
     """
     fakes: dict[int, Tensor] = {}
     before = [(module, dict(vars(module)), [dict(vars(module)[slot]) for slot in SLOTS]) for module in inner]
@@ -45,14 +43,16 @@ def stand_ins(inner: Sequence[nn.Module], mode: FakeTensorMode) -> Iterator[None
             vars(module).update(attributes)
 
 
+def refuse_lazy(inner: Sequence[nn.Module]) -> None:
+    """Refuses a model whose weights have no shapes yet."""
+    for module, name in names_of(inner).items():
+        if any(is_lazy(tensor) for slot in SLOTS for tensor in vars(module)[slot].values()):
+            found = f"{name} is lazy and has not seen its first batch, so that its weights have no shape"
+            raise ModelError("the memory of a model was asked for", found, "run the model once on one sample")
+
+
 def stand_in(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake on the CPU with the tensor's shape, strides and dtype; a parameter if it is one."""
-    if is_lazy(tensor):
-        raise ModelError(
-            "the memory of a model was asked for",
-            "a lazy layer that has not seen its first batch, so that its weights have no shape",
-            "run the model once on one sample",
-        )
     with mode:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         if not isinstance(tensor, nn.Parameter):

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bigbatch.core.batch import Batch
 from bigbatch.core.buffers import Buffers
 from bigbatch.core.gradients import added_at_once
 from bigbatch.core.join import join
 from bigbatch.core.losses import call_loss
-from bigbatch.core.models import call, parameters_of
-from bigbatch.core.rules import loss_of
+from bigbatch.core.models import call, generators_of, parameters_of
+from bigbatch.core.rng import preserved_rng
+from bigbatch.core.rules import Rule, rule_for
 from bigbatch.core.split import Piece
 from bigbatch.core.sums import Sums
 from bigbatch.core.tree import storage_of
@@ -42,8 +43,8 @@ class Job:
         loss_fn: None where the model returns its own loss.
         inner: the modules that a forward runs through.
         singles: a few samples, one in each piece.
-        optimizer: makes an optimizer of parameters; None where there is none.
-        adds_up: whether the loss can be computed micro-batch by micro-batch.
+        optimizer: an optimizer, or a function of the parameters that makes one; None where there is none.
+        rule: how the loss is weighed; None where the model returns it, or where nobody knows.
     """
 
     model: Callable[..., Any]
@@ -51,7 +52,12 @@ class Job:
     inner: Sequence[nn.Module]
     singles: Sequence[Piece]
     optimizer: Any = None
-    adds_up: bool = True
+    rule: Rule | None = None
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the loss can be computed micro-batch by micro-batch."""
+        return self.loss_fn is None or self.rule is not None
 
     def piece(self, samples: int) -> Piece:
         """So many samples, repeated where there are too few."""
@@ -81,7 +87,7 @@ def measured(job: Job, way: Way, samples: int, micro_batches: int, scratch: Scra
     ledger = Ledger(scratch)
     device = next((parameter.device for parameter in parameters_of(job.inner)), None)
     pieces = [recompute.moved(job.piece(samples), device) for _ in range(micro_batches)]
-    with ledger:
+    with preserved_rng(generators_of(job.inner)), ledger:
         Window(job, way, pieces, ledger).run()
     return ledger
 
@@ -95,8 +101,8 @@ class Window:
         self.start = 0  # of the micro-batch at hand
         self.losses = 0
         self.sums: Sums | None = None
-        samples = sum(piece.samples for piece in pieces)
-        self.shares = [piece.samples / samples for piece in pieces]
+        whole = sum(piece.samples for piece in pieces)
+        self.shares = [piece.samples / whole for piece in pieces]
 
     def run(self) -> None:
         batch = Batch(list(self.pieces), self.pieces, self.job.inner, Buffers([]), None)  # clones are counted apart
@@ -124,9 +130,10 @@ class Window:
         self.ledger.name(outputs, OUTPUTS)
         self.ledger.name_rest(ACTIVATIONS, 0)
         self.ledger.begins("loss")
-        samples = [piece.samples for piece in self.pieces]
-        targets = join([piece.targets for piece in self.pieces], samples, "targets")
-        loss = self._loss_of(outputs, targets)
+        sizes = [piece.samples for piece in self.pieces]
+        targets = join([piece.targets for piece in self.pieces], sizes, "targets")
+        with self._in_user_code():
+            loss = call_loss(self.job.loss_fn, outputs, targets)
         self.ledger.name(loss, OUTPUTS)
         self.ledger.name_rest(ACTIVATIONS, 0)
         reached = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -136,13 +143,20 @@ class Window:
         loss.backward()  # type: ignore[no-untyped-call]
         self._done()
 
-    def _forward(self, piece: Piece) -> Any:
+    def _forward(self, piece: Piece, extra: Mapping[str, Any] | None = None) -> Any:
         with self._in_user_code():
-            return call(self.job.model, piece.inputs)
+            return call(self.job.model, piece.inputs, extra)
 
-    def _loss_of(self, outputs: Any, targets: Any) -> Tensor:
+    def _weighed(self, piece: Piece) -> Tensor:
+        """The loss of one micro-batch; any total will do, for it changes no shape."""
+        rule = cast(Rule, self.job.rule or rule_for(self.job.model, self.job.loss_fn, "sum"))
         with self._in_user_code():
-            return loss_of(outputs) if self.job.loss_fn is None else call_loss(self.job.loss_fn, outputs, targets)
+            counted = rule.count(piece.inputs, piece.targets, piece.samples) if rule.form == "counted" else 1
+            totals = tree_map(lambda count: torch.as_tensor(count).reshape(()), counted)
+        outputs = self._forward(piece, rule.extra(totals))
+        self.ledger.name(outputs, OUTPUTS)
+        with self._in_user_code():
+            return rule.loss(outputs, piece.targets, totals)
 
     def _loss(self, piece: Piece) -> Tensor:
         alone = self.way.engine == "sequential"
@@ -150,9 +164,7 @@ class Window:
             self.ledger.begins("forward")
             self.start = self.ledger.now
         with self._offloaded():
-            outputs = self._forward(piece)
-            self.ledger.name(outputs, OUTPUTS)
-            loss = self._loss_of(outputs, piece.targets)
+            loss = self._weighed(piece)
         self.ledger.name(loss, OUTPUTS)
         self.losses += 1
         if alone or self.losses == len(self.pieces):

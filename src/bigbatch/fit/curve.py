@@ -6,7 +6,7 @@ was seen at one cost says something safe about every other: `carry` is that rule
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 NOISE = 0.01  # an allocator's peak differs by about this share between two equal windows
@@ -123,3 +123,21 @@ def foreseen(
     slopes = [(after - before) / (many - few) for before, after in zip(small, large, strict=True)]
     lines = [(slope, fixed(low - few * slope)) for slope, low in zip(slopes, small, strict=True) if slope > 0]
     return min(lines, key=lambda line: (room - line[1]) / line[0], default=(max(large) / many, float(there + one)))
+
+
+def planned(predict: Callable[[int], float], samples: int, room: float) -> tuple[float, float]:
+    """Bytes for each sample, and bytes that no size changes, around the largest size that a plan lets into `room`.
+
+    The latter are less than none where bytes grow faster for large sizes than for small ones.
+
+    >>> planned(lambda size: max(100 + size, 10 * size), 64, 200)  # the largest is 20
+    (10.0, 0.0)
+    """
+    low, high = 1, samples
+    while low < high:  # bytes grow with the size
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if predict(middle) <= room else (low, middle - 1)
+    further = min(low + 1, samples) if low > 1 or samples == 1 else 2
+    here, there = predict(further - 1), predict(further)
+    each = max(there - here, 1.0)
+    return each, predict(low) - each * low

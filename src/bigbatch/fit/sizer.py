@@ -19,7 +19,7 @@ from bigbatch.core.rng import preserved_rng, snapshot
 from bigbatch.core.split import check_size
 from bigbatch.errors import MicroBatchTooLarge, OptionError
 from bigbatch.fit.budget import budget_bytes
-from bigbatch.fit.curve import UNSEEN, foreseen
+from bigbatch.fit.curve import UNSEEN, foreseen, planned
 from bigbatch.fit.meter import Meter, course_of
 from bigbatch.fit.need import Need, Place, bytes_of
 from bigbatch.fit.oom import free_cached, is_out_of_memory, let_go
@@ -50,6 +50,7 @@ class Sizer:
         memory: the budget as the user stated it, see `budget_bytes`.
         tuner: all that is known so far; its record is the state that a checkpoint keeps.
         unfinished: a batch whose backward has begun outside of here; if it never ends, its size has failed.
+        predict: `predict(micro_batch_size)`, bytes of a batch beside weights and optimizer state, where a plan tells.
     """
 
     memory: int | str | float | None
@@ -57,6 +58,7 @@ class Sizer:
     first_versions: list[int] | None = None
     pending: list[Callable[[], bool]] = field(default_factory=list)
     unfinished: Ran | None = None
+    predict: Callable[[int], float] | None = None
 
     def run(self, attempt: Callable[[int], Answer], need: Need) -> tuple[Answer, int]:
         """What `attempt(micro_batch_size)` returns, and how many tries ran out of memory before.
@@ -151,12 +153,16 @@ class Sizer:
         return bounded and sum(item.peak_bytes is not None for item in self.tuner.seen) < COUNTED
 
     def _foresee(self, need: Need) -> None:
-        """A prediction from one sample and from two, where nothing has run and a budget is there to be kept."""
+        """A prediction from a plan, or from one sample and from two, where nothing has run and a budget is known."""
         tuner, place = self.tuner, need.place
         if need.probe is None or need.samples < 3 or tuner.seen or tuner.failures or tuner.sample_bytes:
             return
         room = self._free(place)
         if room is None:
+            return
+        if self.predict is not None:
+            each, fixed = planned(self.predict, need.samples, room)
+            self.tuner = replace(tuner, sample_bytes=each, fixed_bytes=fixed, at_cost=need.cost)
             return
         gradients = [bytes_of([parameter]) for parameter in place.trained()]
         found: list[tuple[tuple[int, int], list[int]]] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 from bigbatch.accumulator import Accumulator
 from bigbatch.core.move import to_device
 from bigbatch.core.split import Piece
+from bigbatch.fit.sizer import Sizer
 from bigbatch.micro_batched import MicroBatched
 from bigbatch.terms import StepReport
 from bigbatch.training.ways import Around, Job, Way, loss_of
@@ -34,11 +35,13 @@ class Ours:
         run: the way itself.
         used: how the last batch was run.
         state: what was learnt about micro-batch sizes, ready for JSON; empty where the size was given.
+        sizer: chooses the size where it is automatic.
     """
 
     run: Way
     used: Callable[[], Used]
     state: Callable[[], dict[str, Any]]
+    sizer: Sizer | None = None
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         return self.run(inputs, targets)
@@ -78,7 +81,7 @@ def by_bigbatch(
     )
     accumulator.around = around_piece if around is not None else None
 
-    return Ours(accumulator.backward, lambda: used_by(accumulator.report), accumulator.state_dict)
+    return Ours(accumulator.backward, lambda: used_by(accumulator.report), accumulator.state_dict, accumulator.sizer)
 
 
 def _by_door_2(
@@ -101,7 +104,8 @@ def _by_door_2(
 
     door.around = around_piece if around is not None else None
     automatic = isinstance(micro_batch_size, str)
-    return Ours(run, lambda: used_by(wrapped.report), lambda: door.sizer.state_dict() if automatic else {})
+    sizer = door.sizer if automatic else None
+    return Ours(run, lambda: used_by(wrapped.report), lambda: door.sizer.state_dict() if automatic else {}, sizer)
 
 
 def used_by(report: StepReport | None) -> Used:

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_co
 
 from bigbatch.errors import ModelError, OptionError, RecipeError
 from bigbatch.terms import Recipe
+from bigbatch.training.foreseen import foreseen
 from bigbatch.training.ours import Ours, by_bigbatch
 from bigbatch.training.settings import Settings
 from bigbatch.training.ways import Job, named_parameters
@@ -122,4 +123,6 @@ def prepared(recipe: Recipe, settings: Settings, job: Job, accelerator: Any) -> 
     own = Job(model, job.loss_fn, job.reduction, job.activations, job.device)
     size, memory = settings.micro_batch_size, settings.memory
     way = by_bigbatch(own, size, accelerator.scaler, accelerator.backward, memory=memory)
+    if way.sizer is not None and memory is not None:
+        way.sizer.predict = foreseen(job, first_and_last(recipe, settings)[0], AUTOCAST[settings.precision])
     return Parts(accelerator, own, way, parameters, optimizer, scheduler, loader)

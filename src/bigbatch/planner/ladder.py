@@ -60,6 +60,13 @@ class Step:
         name = variant.name if self.name == "micro-batches" else f"{self.name}, {variant.name}"
         return replace(self, name=name, variant=variant, prediction=replace(self.prediction, fixed=variant.fixed))
 
+    def sizes(self, batch_size: int) -> list[int]:
+        """The sizes to choose from, from large to small; all engines but the sequential one need two micro-batches."""
+        if self.whole:
+            return [batch_size]
+        sizes = sizes_of(batch_size)
+        return sizes if self.prediction.way.engine == "sequential" else sizes[1:] or sizes
+
     def at(self, batch_size: int, micro_batch_size: int) -> Peak:
         return self.prediction.at(micro_batch_size, math.ceil(batch_size / micro_batch_size))
 
@@ -75,8 +82,7 @@ def sizes_of(batch_size: int) -> list[int]:
 
 def largest(step: Step, room: Room) -> int | None:
     """The largest micro-batch that fits; None where not even one sample does."""
-    sizes = [room.batch_size] if step.whole else sizes_of(room.batch_size)
-    fixed = step.prediction.fixed
+    fixed, sizes = step.prediction.fixed, step.sizes(room.batch_size)
     return next((size for size in sizes if room.fits(step.at(room.batch_size, size), fixed)), None)
 
 

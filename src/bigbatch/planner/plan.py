@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from bigbatch.core.batch_norm import by_batch
 from bigbatch.errors import OptionError
 from bigbatch.fit.budget import budget_bytes
-from bigbatch.planner.ladder import Room, Step, chosen_of, largest_count, rung_of, sizes_of, steps
+from bigbatch.planner.ladder import Room, Step, chosen_of, largest_count, rung_of, steps
 from bigbatch.planner.lengths import largest_length
 from bigbatch.planner.predict import device_of, job_of
 from bigbatch.planner.records import Plan, Way
@@ -158,6 +159,6 @@ def largest_batch(step: Step, room: Room) -> int | None:
 
 def course_of(step: Step, room: Room) -> tuple[tuple[int, Mapping[str, int]], ...]:
     """Bytes by kind at some micro-batch sizes, from small to large."""
-    sizes = sizes_of(room.batch_size)[::-1]
+    sizes = replace(step, whole=False).sizes(room.batch_size)[::-1]
     few = sorted({sizes[round(k * (len(sizes) - 1) / (POINTS - 1))] for k in range(POINTS)})
     return tuple((size, step.at(room.batch_size, size).kinds) for size in few)

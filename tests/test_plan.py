@@ -161,6 +161,30 @@ def test_an_optimizer_that_exists_is_planned_with_its_groups() -> None:
     assert not optimizer.state and optimizer.param_groups[0]["params"][0] is model[0].weight
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [8, 64])
+def test_on_cuda_the_allocator_says_the_same(size: int) -> None:  # pragma: no cover - needs CUDA
+    model, (inputs, targets) = blocks(256, 8).cuda(), rows(4 * size)
+    found = plan(
+        model,
+        nn.CrossEntropyLoss(),
+        inputs[:2],
+        targets[:2],
+        batch_size=4 * size,
+        memory="4GiB",
+        optimizer=torch.optim.AdamW,
+    )
+    predicted_bytes = found.rungs[1].kinds
+    door = bigbatch.Accumulator(model, nn.CrossEntropyLoss(), micro_batch_size=found.rungs[1].micro_batch_size)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        door.backward(inputs, targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() == pytest.approx(sum(predicted_bytes.values()), rel=0.15)
+
+
 # What it touches stays as it was.
 
 
@@ -198,7 +222,7 @@ class Sighted(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.drop(x)) * (2.0 if x.sum().item() > 0 else 1.0)
+        return self.layer(self.drop(self.norm(x))) * (2.0 if x.sum().item() > 0 else 1.0)
 
 
 def test_a_forward_that_looks_at_its_data_is_measured() -> None:

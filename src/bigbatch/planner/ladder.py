@@ -122,7 +122,7 @@ def exactly(
     plain = replace(whole, name="micro-batches", whole=False) if base == alone else step("micro-batches", base)
     yield plain
     yield from (plain.with_variant(variant) for variant in leaner if not variant.changes_numerics)
-    if on_cuda and base.activations == "keep":
+    if on_cuda and base.activations != "offload":
         yield step("offloaded activations", replace(base, activations="offload"))
     if blocks and base.engine != "lockstep":
         yield step("checkpointed blocks", replace(base, checkpoint=True))

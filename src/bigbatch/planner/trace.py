@@ -87,7 +87,7 @@ def measured(job: Job, way: Way, samples: int, micro_batches: int, scratch: Scra
     ledger = Ledger(scratch)
     device = next((parameter.device for parameter in parameters_of(job.inner)), None)
     pieces = [recompute.moved(job.piece(samples), device) for _ in range(micro_batches)]
-    with preserved_rng(generators_of(job.inner)), ledger:
+    with preserved_rng(generators_of(job.inner)), Buffers(job.inner).replayed(), ledger:
         Window(job, way, pieces, ledger).run()
     return ledger
 
@@ -182,7 +182,8 @@ class Window:
     @contextmanager
     def _in_user_code(self) -> Iterator[None]:
         autocast = self.way.autocast
-        with self.ledger.in_user_code(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+        device = self.parameters[0].device.type if self.parameters else "cpu"
+        with self.ledger.in_user_code(), torch.autocast(device, autocast, enabled=autocast is not None):
             yield
 
     def _offloaded(self) -> AbstractContextManager[Any]:

@@ -215,7 +215,7 @@ def test_no_samples(name: str, way: str) -> None:
 
 
 def test_a_mean_over_no_samples_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequential, "weighed_sum", lambda losses, _weights, like: torch.full_like(like, sum(losses) / len(losses)))
+    monkeypatch.setattr(sequential, "weighed_sum", lambda losses, _, wide: torch.tensor(sum(losses) / len(losses)))
     case = BY_NAME["perceptron"]
     piece = accumulator.Piece(0, *laws.rows_of(case, 0, 0))
     monkeypatch.setattr(Splitter, "pieces", lambda *arguments: [piece])

@@ -28,7 +28,7 @@ def application() -> Any:
     require("typer", "rich")
     import typer
 
-    from bigbatch.cli import train, verify
+    from bigbatch.cli import plan, train, verify
 
     app = typer.Typer(
         name="bigbatch",
@@ -51,6 +51,7 @@ def application() -> Any:
     ) -> None:
         """The gradient of the big batch, exactly, on the GPU you have."""
 
+    app.command("plan")(plan.command)
     app.command("train")(train.command)
     app.command("verify")(verify.command)
     return app

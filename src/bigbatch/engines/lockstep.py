@@ -8,6 +8,7 @@ frontier) and not all that lies behind it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import uuid
 from collections import Counter
@@ -70,7 +71,8 @@ def gradient(
     if done is not None:
         for piece in batch.pieces:
             done(piece)
-    return weighed_sum([loss.detach() for loss in losses], seeds, losses[-1])
+    wide = functools.reduce(torch.promote_types, {loss.dtype for loss in losses}, torch.float32)
+    return weighed_sum([loss.detach() for loss in losses], seeds, wide)
 
 
 def outputs(

@@ -39,7 +39,7 @@ def run(
         scale: multiplies a weight by the loss scale of a GradScaler.
         done: called after each micro-batch's backward.
     """
-    constant, at_hand = True, False
+    constant, at_hand, wide = True, False, torch.float32
     losses: list[float | Tensor] = []
     used: list[Count] = []
     seeds: dict[Count, Tensor] = {}  # even pieces have at most two different weights
@@ -49,7 +49,8 @@ def run(
             if type(loss) is not Tensor or loss.dim():
                 loss = scalar(loss)
             if not losses:
-                at_hand = is_at_hand(loss, weight)
+                at_hand, device = is_at_hand(loss, weight), loss.device
+            wide = torch.promote_types(wide, loss.dtype)
             seed = seeds.get(weight)
             if seed is None:
                 seed = seeds[weight] = weight_like(weight, loss)
@@ -60,9 +61,10 @@ def run(
                 done(piece)
         losses.append(loss.item() if at_hand else loss.detach())
         used.append(weight if at_hand else seed)
+        del loss  # on the CPU a mean squared error lies in a storage as large as the outputs
     if constant:
-        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's own error says what is missing
-    return weighed_sum(losses, used, loss)
+        torch.zeros((), device=device).backward()  # type: ignore[no-untyped-call]  # PyTorch's own error says why
+    return weighed_sum(losses, used, wide)
 
 
 def weight_like(weight: Count, loss: Tensor) -> Tensor:
@@ -74,19 +76,18 @@ def weight_like(weight: Count, loss: Tensor) -> Tensor:
 
 def is_at_hand(loss: Tensor, weight: Count) -> bool:
     """Whether the loss can be read as a number: less work than an operator and, on the CPU, no waiting."""
-    return type(loss) is Tensor and loss.is_cpu and not isinstance(weight, Tensor)
+    return loss.is_cpu and not isinstance(weight, Tensor)
 
 
-def weighed_sum(losses: Sequence[Any], weights: Sequence[Any], like: Tensor) -> Tensor:
-    """Σ_k w_k loss_k, in float32 at least; a micro-batch of weight zero adds nothing, even where its mean is 0/0.
+def weighed_sum(losses: Sequence[Any], weights: Sequence[Any], wide: torch.dtype) -> Tensor:
+    """Σ_k w_k loss_k; a micro-batch of weight zero adds nothing, even where its mean is 0/0.
 
     Args:
         losses: numbers, or 0-d tensors.
         weights: the same.
-        like: a loss, for its dtype and device.
+        wide: the dtype of the sum: that of the losses, float32 at least.
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
-    if isinstance(losses[0], float):
+    if not isinstance(losses[0], Tensor):
         total = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight)
         return torch.full((), total, dtype=wide)
     loss = torch.stack(list(losses)).to(wide)

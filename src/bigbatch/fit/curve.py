@@ -139,5 +139,5 @@ def planned(predict: Callable[[int], float], samples: int, room: float) -> tuple
         low, high = (middle, high) if predict(middle) <= room else (low, middle - 1)
     further = min(low + 1, samples) if low > 1 or samples == 1 else 2
     here, there = predict(further - 1), predict(further)
-    each = max(there - here, 1.0)
-    return each, predict(low) - each * low
+    each = float(max(there - here, 1.0))
+    return each, float(predict(low) - each * low)

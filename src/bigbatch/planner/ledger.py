@@ -64,6 +64,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases: list[tuple[str, int]] = []
         self._known: dict[int, tuple[weakref.ref[Any], Life]] = {}
         self._kind = TEMPORARY
+        self._gathering: int | None = None  # the storage that the engine adds a further gradient to
         self._asked = threading.local()
 
     @classmethod
@@ -81,6 +82,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now += 1
         beside, sizes = self.scratch.of(func, args, kwargs)
         out = func(*args, **kwargs)
+        self._gathering = gathering(func, args, out)
         if func._overloadpacket in flop_registry:
             self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         larger = dict(zip(addresses(out), sizes, strict=False))
@@ -130,7 +132,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._asked.by_user = before
 
     def _dies(self, key: int, _: Any) -> None:
-        self._known.pop(key)[1].dead = self.now + 1
+        self._known.pop(key)[1].dead = self.now + (key != self._gathering)
+
+
+def gathering(func: Any, args: tuple[Any, ...], out: Any) -> int | None:
+    """The storage that autograd adds a further gradient to in place, which it does not under a mode like this one.
+
+    It is a sum in a backward without a graph, whose first part nobody else holds: a view's base would. Whoever dies in
+    the sum has become it.
+    """
+    if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return None
+    first = args[0]
+    return None if first._is_view() or first.nbytes != out.nbytes else first.untyped_storage()._cdata
 
 
 def addresses(tree: Any) -> list[int]:

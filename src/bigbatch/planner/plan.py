@@ -127,7 +127,9 @@ def target_of(job: Job, device: str | torch.device | None) -> str:
 def budget(memory: int | str | float | None, target: str) -> int:
     """The bytes that are there."""
     there = torch.device(target)
-    found = budget_bytes(memory, there if target == "cpu" or torch.cuda.is_available() else None)
+    known = target == "cpu" or torch.cuda.is_available()
+    amount = budget_bytes(memory)  # refuses what is no amount of memory
+    found = budget_bytes(memory, there) if known else None if isinstance(memory, float) else amount
     if found is None:
         do = 'pass bytes, text such as "8GiB", or a fraction of the device'
         raise OptionError(f"memory={memory!r} was asked for", "no limit that could be kept", do)

@@ -147,7 +147,7 @@ def predicted(job: Job, way: Way, fixed: Fixed | None = None, scratch: Scratch |
     return Prediction(
         way,
         fixed,
-        parts_of(way, windows, fixed.gathered),
+        parts_of(job, way, windows, fixed.gathered),
         sample_bytes=sum(sample_bytes(single) for single in job.singles) / len(job.singles),
         batch_there=device.type == "cpu" or way.engine == "lockstep",
         flops=windows[size, count].flops / (size * count),
@@ -161,21 +161,25 @@ def windows_of(job: Job, way: Way, trace: Callable[[int, int], Ledger]) -> Windo
     A loss may compare each sample with each other: it is a parabola in the samples that it sees.
     """
     if way.engine == "sequential":
-        return {(size, 1): trace(size, 1) for size in (*SIZES, *(() if job.adds_up else (2 * SIZES[1],)))}
+        return {(size, 1): trace(size, 1) for size in (SIZES if job.adds_up else (*SIZES, 2 * SIZES[1]))}
     return {(size, count): trace(size, count) for count in (2, 3) for size in SIZES}
 
 
-def parts_of(way: Way, windows: Windows, gathered: int) -> list[Part]:
+def parts_of(job: Job, way: Way, windows: Windows, gathered: int) -> list[Part]:
     """The parts of a window, and what is held in each at its worst moment; gradients gather in so many bytes."""
     one, two, three = ({size: window for (size, many), window in windows.items() if many == n} for n in (1, 2, 3))
-    if way.engine == "sequential":
+    if one and job.adds_up:
         return [partial(of_sequence, curve(one, range(2)), curve(one, range(2), again=True), gathered)]
-    whole = {size * count: ledger for (size, count), ledger in windows.items() if (size, count) != (SIZES[0], 3)}
+    # What is larger than a line lies in the loss; what operators take for themselves is none, so it has two points.
+    whole = {size * n: window for (size, n), window in windows.items() if (size, n) != (SIZES[0], 3)}
+    alone = {size: window for size, window in one.items() if size in SIZES}
     parts: list[Part] = []
-    for k, (name, _) in enumerate(two[SIZES[0]].phases[:-1]):
+    for k, (name, _) in enumerate((one or two)[SIZES[0]].phases[:-1]):
         phase = range(k, k + 1)
         if "loss" in name:
             parts.append(partial(of_batch, curve(whole, phase)))
+        elif one:
+            parts.append(partial(of_batch, curve(alone, phase)))
         else:
             parts.append(partial(of_window, curve(two, phase), curve(three, phase)))
     return parts

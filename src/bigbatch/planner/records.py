@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON knows it; a dtype becomes its name. What is no part of a comparison is left out.
+
+    >>> plain(Way(autocast=torch.bfloat16))
+    {'engine': 'sequential', 'activations': 'keep', 'checkpoint': False, 'autocast': 'torch.bfloat16'}
+    """
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value) if each.compare}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, torch.dtype) else value
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,13 @@ class Plan:
         how: "fake tensors", or "measured" and why.
         course: micro-batch sizes and bytes by kind.
         job: what the plan was made for.
+
+    >>> from bigbatch import plan
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    >>> found = plan(model, torch.nn.MSELoss(), torch.zeros(1, 64), torch.zeros(1, 1), batch_size=500, memory="200KiB",
+    ...     optimizer=torch.optim.SGD)
+    >>> found.fits, found.to_dict()["rungs"][found.chosen]["name"]
+    (True, 'micro-batches')
     """
 
     batch_size: int
@@ -93,7 +116,28 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether any way fits."""
         return self.chosen is not None
+
+    def __str__(self) -> str:
+        from bigbatch.planner.table import text_of
+
+        return text_of(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for machines, ready for JSON; without the job."""
+        course = [{"micro_batch_size": size, "kinds": plain(kinds)} for size, kinds in self.course]
+        return {**plain(self), "fits": self.fits, "course": course}
+
+    def draw(self, path: str | Path) -> None:
+        """Writes a picture of memory by kind against the micro-batch size, as PNG or whatever the name ends with.
+
+        Raises:
+            MissingExtra: matplotlib is missing.
+        """
+        from bigbatch.planner.picture import draw
+
+        draw(self, Path(path))
 
     def apply(self) -> Any:
         """The door that the recommended rung asks for, see `planner.apply`."""

@@ -58,7 +58,8 @@ class Scratch:
         """Bytes of one call beside its outputs, and of its outputs where they are not what the fakes have."""
         name = func.name()
         if name == RNN_BACKWARD:
-            return self.known.get((RNN, described(args[0])), NOTHING)
+            beside, sizes = self.known.get((RNN, described(args[0])), NOTHING)
+            return beside + sum(sizes[:-1]), []  # copies of its outputs' gradients; the last one is the work space
         if self.device is None or name not in OPERATORS:
             return NOTHING
         key = (RNN, described(args[0])) if name == RNN else (name, str(tree_map(described, (args, kwargs))))

@@ -107,7 +107,7 @@ class Window:
     def run(self) -> None:
         batch = Batch(list(self.pieces), self.pieces, self.job.inner, Buffers([]), None)  # clones are counted apart
         with added_at_once(self.parameters) as self.sums, self._checkpointed():
-            if self.way.engine == "sequential":
+            if self.way.engine == "sequential" and self.job.adds_up:
                 sequential.run(self.pieces, self.shares, self.shares, self._loss, batch.buffers, done=self._done)
             elif self.way.engine == "lockstep" and self.job.adds_up:
                 self.ledger.begins("forward")

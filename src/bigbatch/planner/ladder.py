@@ -12,7 +12,7 @@ import torch
 from bigbatch.engines.blocks import repeated_blocks
 from bigbatch.planner.fixed import Fixed
 from bigbatch.planner.optimizers import Variant, variants
-from bigbatch.planner.predict import Peak, Prediction, predicted
+from bigbatch.planner.predict import Peak, Prediction, predicted, side_by_side
 from bigbatch.planner.records import Rung, Way
 from bigbatch.planner.scratch import Scratch
 from bigbatch.planner.trace import Job
@@ -104,7 +104,8 @@ def steps(job: Job, room: Room, base: Way, door: str, scratch: Scratch) -> Itera
         return
     blocks = exact[-1].prediction.way.checkpoint
     if base.autocast is None:
-        yield step("bf16 autocast", replace(base, autocast=torch.bfloat16))
+        low, name = replace(base, autocast=torch.bfloat16), "bf16 autocast"
+        yield together_on_cpu(step(name, alone(low)), low) if meet_on_cpu(base, room.on_cuda) else step(name, low)
         if blocks:
             yield step("bf16 autocast, checkpointed blocks", replace(base, autocast=torch.bfloat16, checkpoint=True))
     for variant in leaner:
@@ -116,16 +117,33 @@ def exactly(
     base: Way, step: Callable[..., Step], blocks: Sequence[Any], leaner: Sequence[Variant], on_cuda: bool
 ) -> Iterator[Step]:
     """The ways whose update is the whole batch's."""
-    alone = replace(base, engine="sequential", activations="keep")  # the loss is the whole batch's
-    whole = step("whole batch at once", alone, whole=True)
+    whole = step("whole batch at once", alone(base), whole=True)
     yield whole
-    plain = replace(whole, name="micro-batches", whole=False) if base == alone else step("micro-batches", base)
+    if meet_on_cpu(base, on_cuda):
+        plain = together_on_cpu(replace(whole, name="micro-batches", whole=False), base)
+    else:
+        same = replace(whole, name="micro-batches", whole=False)
+        plain = same if base == alone(base) else step("micro-batches", base)
     yield plain
     yield from (plain.with_variant(variant) for variant in leaner if not variant.changes_numerics)
     if on_cuda and base.activations != "offload":
         yield step("offloaded activations", replace(base, activations="offload"))
     if blocks and base.engine != "lockstep":
         yield step("checkpointed blocks", replace(base, checkpoint=True))
+
+
+def alone(way: Way) -> Way:
+    """The whole batch in one piece, whose loss is its own."""
+    return replace(way, engine="sequential", activations="keep")
+
+
+def meet_on_cpu(way: Way, on_cuda: bool) -> bool:
+    """Micro-batches that meet hold together what the whole batch holds, where there is no host to offload to."""
+    return way.engine == "lockstep" and not on_cuda
+
+
+def together_on_cpu(step: Step, way: Way) -> Step:
+    return replace(step, prediction=side_by_side(step.prediction, way))
 
 
 def rung_of(step: Step, plain: Prediction, room: Room) -> Rung:

@@ -44,8 +44,9 @@ def plan(
 ) -> Plan:
     """Predicts the memory of an update for every way to run it, and recommends the cheapest that fits.
 
-    One step at two small sizes runs under `FakeTensorMode` on the model itself: nothing is computed, no weight is
-    copied, the model may be on the "meta" device. What each moment of the step holds is a line in the micro-batch size.
+    One step at two small sizes runs under `FakeTensorMode` on the model itself: no weight is copied, the model may be
+    on the "meta" device, and nothing is computed but a few operators on zeros, for their scratch space. What each
+    moment of the step holds is a line in the micro-batch size.
 
     Args:
         model: a module, or a function that returns the loss.

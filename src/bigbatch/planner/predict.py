@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,9 @@ from bigbatch.planner.stand_ins import refuse_lazy
 from bigbatch.planner.trace import Job, measured, traced
 
 INPUTS = "inputs"
-SIZES = (2, 4)  # samples of the micro-batches that are run: batch norm refuses one alone
+FEW = (2, 4)  # samples of the micro-batches that are run: batch norm refuses one alone
+MORE = (16, 32)  # of small samples, which cost little: an operator's scratch space is a line from a few samples on
+SMALL = 20_000  # elements
 SAMPLES = 4  # of the user's batch, which are repeated
 
 
@@ -136,18 +138,20 @@ def predicted(job: Job, way: Way, fixed: Fixed | None = None, scratch: Scratch |
     device = device_of(job)
     scratch = scratch or Scratch(None if device.type == "meta" else device)
     try:
-        windows, how = windows_of(job, way, partial(traced, job, way, scratch=scratch)), "fake tensors"
+        small = scratch.device is not None and elements(job) <= SMALL
+        windows = windows_of(job, way, MORE if small else FEW, partial(traced, job, way, scratch=scratch))
+        how = "fake tensors"
     except Exception as error:
         if device.type == "meta":
             raise
-        windows = windows_of(job, way, partial(measured, job, way, scratch=scratch))
-        how = f"measured on {SIZES[0]} and {SIZES[1]} samples: fake tensors do not do ({type(error).__name__})"
+        windows = windows_of(job, way, FEW, partial(measured, job, way, scratch=scratch))
+        how = f"measured on {FEW[0]} and {FEW[1]} samples: fake tensors do not do ({type(error).__name__})"
     size, count = next(iter(windows))
     fixed = fixed or fixed_of(job)
     return Prediction(
         way,
         fixed,
-        parts_of(job, way, windows, fixed.gathered),
+        parts_of(job, windows, fixed.gathered),
         sample_bytes=sum(sample_bytes(single) for single in job.singles) / len(job.singles),
         batch_there=device.type == "cpu" or way.engine == "lockstep",
         flops=windows[size, count].flops / (size * count),
@@ -155,26 +159,32 @@ def predicted(job: Job, way: Way, fixed: Fixed | None = None, scratch: Scratch |
     )
 
 
-def windows_of(job: Job, way: Way, trace: Callable[[int, int], Ledger]) -> Windows:
+def elements(job: Job) -> int:
+    """Of the largest field of a sample."""
+    return max((tensor.numel() for tensor in tensors_of((job.singles[0].inputs, job.singles[0].targets))), default=0)
+
+
+def windows_of(job: Job, way: Way, sizes: tuple[int, int], trace: Callable[[int, int], Ledger]) -> Windows:
     """Windows of few micro-batches of few samples: one, or two and three where every further one adds to them.
 
     A loss may compare each sample with each other: it is a parabola in the samples that it sees.
     """
     if way.engine == "sequential":
-        return {(size, 1): trace(size, 1) for size in (SIZES if job.adds_up else (*SIZES, 2 * SIZES[1]))}
-    return {(size, count): trace(size, count) for count in (2, 3) for size in SIZES}
+        return {(size, 1): trace(size, 1) for size in (sizes if job.adds_up else (*sizes, 2 * sizes[1]))}
+    return {(size, count): trace(size, count) for count in (2, 3) for size in sizes}
 
 
-def parts_of(job: Job, way: Way, windows: Windows, gathered: int) -> list[Part]:
+def parts_of(job: Job, windows: Windows, gathered: int) -> list[Part]:
     """The parts of a window, and what is held in each at its worst moment; gradients gather in so many bytes."""
     one, two, three = ({size: window for (size, many), window in windows.items() if many == n} for n in (1, 2, 3))
     if one and job.adds_up:
         return [partial(of_sequence, curve(one, range(2)), curve(one, range(2), again=True), gathered)]
     # What is larger than a line lies in the loss; what operators take for themselves is none, so it has two points.
-    whole = {size * n: window for (size, n), window in windows.items() if (size, n) != (SIZES[0], 3)}
-    alone = {size: window for size, window in one.items() if size in SIZES}
+    least = min(size for size, _ in windows)
+    whole = {size * n: window for (size, n), window in windows.items() if (size, n) != (least, 3)}
+    alone = {size: window for size, window in one.items() if size <= 2 * least}
     parts: list[Part] = []
-    for k, (name, _) in enumerate((one or two)[SIZES[0]].phases[:-1]):
+    for k, (name, _) in enumerate((one or two)[least].phases[:-1]):
         phase = range(k, k + 1)
         if "loss" in name:
             parts.append(partial(of_batch, curve(whole, phase)))
@@ -192,6 +202,15 @@ def of_sequence(first: Curve, again: Curve, gathered: int, micro_batch_size: int
         return alone
     later = together(again.worst(micro_batch_size), {GRADIENTS: gathered})
     return max((alone, later), key=lambda kinds: sum(size for kind, size in kinds.items() if kind != HOST))
+
+
+def side_by_side(whole: Prediction, way: Way) -> Prediction:
+    """Micro-batches that together hold what the whole batch would."""
+    return replace(whole, way=way, parts=[partial(at_once, part) for part in whole.parts])
+
+
+def at_once(part: Part, micro_batch_size: int, micro_batches: int) -> Kinds:
+    return part(micro_batch_size * micro_batches, 1)
 
 
 def of_batch(whole: Curve, micro_batch_size: int, micro_batches: int) -> Kinds:

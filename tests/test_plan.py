@@ -96,7 +96,9 @@ def test_accumulation_is_predicted(size: int, checkpoint: bool) -> None:
     peak = predicted(job, Way(checkpoint=checkpoint), scratch=NONE).at(size, 3)
     door = bigbatch.Accumulator(model, nn.CrossEntropyLoss(), micro_batch_size=size, checkpoint=checkpoint)
     there = peak.kinds["parameters"] + peak.kinds["buffers"] + peak.kinds["inputs"]
-    assert peak.bytes - there == pytest.approx(counted(model, lambda: door.backward(inputs, targets)), rel=0.03)
+    unseen = 6 * checkpoint * torch.get_rng_state().nbytes  # no operator makes them
+    found = counted(model, lambda: door.backward(inputs, targets))
+    assert peak.bytes - there - unseen == pytest.approx(found, rel=0.03)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "keep"])
@@ -107,8 +109,9 @@ def test_a_loss_over_all_pairs_is_predicted(activations: str, size: int, count: 
     peak = predicted(job, Way("joined", activations), scratch=NONE).at(size, count)
     wrapped = bigbatch.MicroBatched(model, size, activations=activations)
     there = peak.kinds["parameters"] + peak.kinds["buffers"] + peak.kinds["inputs"]
+    unseen = (activations == "recompute") * count * torch.get_rng_state().nbytes
     found = counted(model, lambda: contrastive(wrapped(inputs)).backward())
-    assert peak.bytes - there == pytest.approx(found, rel=0.05)
+    assert peak.bytes - there - unseen == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize(("size", "count"), [(4, 3), (8, 5)])

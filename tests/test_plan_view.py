@@ -88,7 +88,13 @@ def test_bytes_by_kind_are_sorted_and_add_up_to_the_memory() -> None:
 
 def test_how_far_it_goes_and_how_it_is_switched_on_stand_below() -> None:
     last = str(made()).split("\n\n")[-1]
-    for words in ("8.00 GiB: parameters 2.00 GiB", "any size", "4096 tokens", "micro_batch_size=16)"):
+    for words in (
+        "8.00 GiB: parameters 2.00 GiB",
+        "any size",
+        "4096 tokens in memory",
+        "the model may take fewer",
+        "micro_batch_size=16)",
+    ):
         assert words in last
     assert "otherwise" not in last
     other = str(made(chosen=2, largest_batch=1, largest_length=None)).split("\n\n")[-1]

@@ -106,6 +106,11 @@ def on_device(course: Course) -> Tensor:
     return torch.stack(held).sum(0) if held else torch.zeros_like(course[HOST])
 
 
+def on_device_bytes(kinds: Kinds) -> float:
+    """The same at one moment."""
+    return sum(size for kind, size in kinds.items() if kind != HOST)
+
+
 def at_worst(course: Course) -> Course:
     """The one moment at which most bytes are held."""
     at = int(on_device(course).argmax())

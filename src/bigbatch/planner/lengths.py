@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.core.split import Piece
 from bigbatch.core.tree import leaves, map_leaves
-from bigbatch.planner.curves import again_of, course_of, lagrange, on_device
+from bigbatch.planner.curves import again_of, course_of, lagrange, on_device, on_device_bytes
 from bigbatch.planner.ladder import Room, largest_count
 from bigbatch.planner.predict import Peak, Prediction
 from bigbatch.planner.scratch import Scratch
@@ -25,10 +25,11 @@ def largest_length(job: Job, prediction: Prediction, room: Room, scratch: Scratc
     if length is None:
         return None
     try:
-        peaks = [peak_of(stretched(job, length, factor), prediction, scratch) for factor in FACTORS]
+        longer = [peak_of(stretched(job, length, factor), prediction, scratch) for factor in FACTORS[1:]]
     except Exception:  # a model may take one length only
         return None
     fixed = prediction.fixed
+    peaks = [max(on_device_bytes(part(1, 2)) for part in prediction.parts), *longer]
 
     def fits(length_now: int) -> bool:
         held = sum(peak * share for peak, share in zip(peaks, lagrange(FACTORS, length_now / length), strict=True))

@@ -17,9 +17,10 @@ from bigbatch.core.models import inner_modules, parameters_of
 from bigbatch.core.rules import rule_for
 from bigbatch.core.split import Piece, Splitter
 from bigbatch.core.tree import tensors_of
-from bigbatch.planner.curves import Curve, Kinds, curve
+from bigbatch.engines.blocks import repeated_blocks
+from bigbatch.planner.curves import Curve, Kinds, curve, on_device_bytes
 from bigbatch.planner.fixed import BUFFERS, Fixed, fixed_of
-from bigbatch.planner.ledger import GRADIENTS, HOST, TEMPORARY, Ledger
+from bigbatch.planner.ledger import ACTIVATIONS, GRADIENTS, HOST, TEMPORARY, Ledger
 from bigbatch.planner.records import Way
 from bigbatch.planner.scratch import Scratch
 from bigbatch.planner.stand_ins import refuse_lazy
@@ -60,6 +61,8 @@ class Prediction:
         batch_there: whether the whole batch lies on the device, and not only the micro-batches at hand.
         flops: floating-point operations for one sample.
         how: "fake tensors", or "measured" and why.
+        checkpoints: blocks of a forward that are checkpointed.
+        state_bytes: what each of them keeps of the random numbers' state, which no operator makes.
         gradient_share: what this rank holds of the gradients.
     """
 
@@ -70,6 +73,8 @@ class Prediction:
     batch_there: bool
     flops: float
     how: str
+    checkpoints: int = 0
+    state_bytes: int = 0
     gradient_share: float = 1.0
 
     def at(self, micro_batch_size: int, micro_batches: int) -> Peak:
@@ -79,10 +84,12 @@ class Prediction:
         always = {**self.fixed.to_dict(), GRADIENTS: 0, INPUTS: here * micro_batch_size * self.sample_bytes}
         always[BUFFERS] *= 1 + lent
         step: Kinds = {GRADIENTS: self.fixed.gradients, TEMPORARY: self.fixed.step}
-        window = [self._named(part(micro_batch_size, micro_batches)) for part in self.parts]
+        states = self.checkpoints + (micro_batches if self.way.activations == "recompute" else 0)
+        kept = {ACTIVATIONS: states * self.state_bytes}
+        window = [together(self._named(part(micro_batch_size, micro_batches)), kept) for part in self.parts]
         moments = [together(always, moment) for moment in (*window, step)]
         host = max(moment.get(HOST, 0.0) for moment in moments)
-        worst = max(moments, key=lambda moment: sum(size for kind, size in moment.items() if kind != HOST))
+        worst = max(moments, key=on_device_bytes)
         return Peak({kind: round(size) for kind, size in worst.items() if kind != HOST}, round(host))
 
     def _named(self, kinds: Kinds) -> Kinds:
@@ -156,6 +163,8 @@ def predicted(job: Job, way: Way, fixed: Fixed | None = None, scratch: Scratch |
         batch_there=device.type == "cpu" or way.engine == "lockstep",
         flops=windows[size, count].flops / (size * count),
         how=how,
+        checkpoints=len(repeated_blocks(job.inner)) if way.checkpoint else 0,
+        state_bytes=torch.get_rng_state().nbytes if device.type == "cpu" else 0,
     )
 
 
@@ -201,7 +210,7 @@ def of_sequence(first: Curve, again: Curve, gathered: int, micro_batch_size: int
     if micro_batches == 1:
         return alone
     later = together(again.worst(micro_batch_size), {GRADIENTS: gathered})
-    return max((alone, later), key=lambda kinds: sum(size for kind, size in kinds.items() if kind != HOST))
+    return max((alone, later), key=on_device_bytes)
 
 
 def side_by_side(whole: Prediction, way: Way) -> Prediction:

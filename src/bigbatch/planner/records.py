@@ -88,7 +88,8 @@ class Plan:
         chosen: the place of the recommended rung; None where nothing fits.
         fixed: bytes that no micro-batch size changes, by kind.
         largest_batch: samples of the largest batch on the recommended rung; None where any size fits.
-        largest_length: of one sample on the recommended rung; None where samples have no length.
+        largest_length: tokens of the longest sample that memory holds on the recommended rung, one at a time; the model
+            may take fewer. None where samples have no length.
         how: "fake tensors", or "measured" and why.
         course: micro-batch sizes and bytes by kind.
         job: what the plan was made for.

@@ -105,7 +105,9 @@ def switching(rung: Rung, plan: Plan) -> str:
         "largest batch": largest + (" at once" if rung.name == WHOLE else ""),
     }
     if plan.largest_length is not None:
-        rows["longest sample"] = f"{plan.largest_length} tokens, one sample at a time"
+        rows["longest sample"] = (
+            f"{plan.largest_length} tokens in memory, one sample at a time; the model may take fewer"
+        )
     door, *others = rung.switch.split("; ")
     rows["switch it on"] = door
     rows |= {" " * 8: " and ".join(others)} if others else {}

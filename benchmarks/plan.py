@@ -157,8 +157,8 @@ HEAD = """# Peak memory: predicted against counted
 
 `python -m benchmarks.plan` makes this page, on the CPU, in float32, with one thread. Counted are the bytes that the
 allocator gave under `torch.profiler`, at the worst moment of two updates of 3 micro-batches with all optimizer state,
-beside weights, buffers and the batch, which were there before. Predicted is what the planner says after windows of 2
-and 4 samples a micro-batch under fake tensors. Weights are random, and the models small.
+beside weights, buffers and the batch, which were there before. Predicted is what the planner says after windows
+of a few samples a micro-batch under fake tensors. Weights are random, and the models small.
 
 "plain" is `Accumulator` (with batch norm over the whole batch where a model has it), "checkpointed" the same with
 `checkpoint=True`, "recompute" is `MicroBatched` with the loss on joined outputs. A way is left out where it does not

@@ -23,8 +23,9 @@ from bigbatch.planner import apply as applying
 from bigbatch.planner import plan
 from bigbatch.planner.curves import Curve, curve, lagrange
 from bigbatch.planner.fixed import fixed_of
-from bigbatch.planner.ladder import chosen_of, largest_count, sizes_of
+from bigbatch.planner.ladder import Room, Step, chosen_of, largest_count, rung_of, sizes_of
 from bigbatch.planner.ledger import GRADIENTS, Ledger
+from bigbatch.planner.optimizers import variants
 from bigbatch.planner.predict import job_of, predicted
 from bigbatch.planner.records import Rung, Way
 from bigbatch.planner.scratch import Scratch
@@ -424,3 +425,14 @@ def test_apply_is_the_same_by_both_names() -> None:
     assert (
         isinstance(door, bigbatch.Accumulator) and door.micro_batch_size == found.rungs[found.chosen].micro_batch_size
     )
+
+
+def test_offloading_costs_the_same_in_any_pieces() -> None:
+    job = job_of(blocks(64, 8), nn.CrossEntropyLoss(), *rows(2))
+    prediction = predicted(job, Way(activations="offload"), scratch=NONE)
+    step = Step("offloaded activations", prediction, variants(job, True)[0], "Accumulator")
+    roomy, tight = Room(64, 2**40, True), Room(64, 1, True)
+    tight = replace(tight, memory_bytes=step.at(64, 16).bytes + tight.margin(step.at(64, 16), prediction.fixed))
+    one, four = (rung_of(step, prediction, room) for room in (roomy, tight))
+    assert (one.micro_batch_size, four.micro_batch_size) == (64, 16)
+    assert one.relative_time == pytest.approx(four.relative_time, rel=0.02) and one.relative_time > 1

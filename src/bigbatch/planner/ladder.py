@@ -149,10 +149,12 @@ def together_on_cpu(step: Step, way: Way) -> Step:
 def rung_of(step: Step, plain: Prediction, room: Room) -> Rung:
     """A step with the largest micro-batch that fits, or with one sample where none does."""
     size = largest(step, room)
-    peak = step.at(room.batch_size, size or (room.batch_size if step.whole else 1))
+    shown = size or (room.batch_size if step.whole else 1)
+    peak = step.at(room.batch_size, shown)
     way, own = step.prediction.way, step.prediction.flops
     extra = 0.0 if not plain.flops else 3 * (own / plain.flops - 1)  # a backward takes twice the forward
-    copied = 2 * peak.host_bytes / LINK_BYTES_PER_S
+    times = math.ceil(room.batch_size / shown) if way.engine == "sequential" else 1  # others wait there all at once
+    copied = 2 * times * peak.host_bytes / LINK_BYTES_PER_S
     computed = room.batch_size * plain.flops / FLOPS_PER_S
     time = own / plain.flops + (copied / computed if room.on_cuda else 0.0) if plain.flops else None
     return Rung(

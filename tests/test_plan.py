@@ -20,9 +20,10 @@ import bigbatch
 from bigbatch.core.live import Live
 from bigbatch.core.models import inner_modules
 from bigbatch.planner import apply as applying
-from bigbatch.planner import plan
+from bigbatch.planner import host_state, plan
 from bigbatch.planner.curves import Curve, curve, lagrange
 from bigbatch.planner.fixed import fixed_of
+from bigbatch.planner.host_state import keep_state_on_host
 from bigbatch.planner.ladder import Room, Step, chosen_of, largest_count, rung_of, sizes_of
 from bigbatch.planner.ledger import GRADIENTS, Ledger
 from bigbatch.planner.optimizers import variants
@@ -425,6 +426,87 @@ def test_apply_is_the_same_by_both_names() -> None:
     assert (
         isinstance(door, bigbatch.Accumulator) and door.micro_batch_size == found.rungs[found.chosen].micro_batch_size
     )
+
+
+# Optimizers of the rungs.
+
+
+def updated(make: Any, model: nn.Module, steps: int = 3) -> list[Tensor]:
+    optimizer = make(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for k in range(steps):
+        for n, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, k + n + 1.0) if n else None
+        optimizer.step()
+        schedule.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def two_groups(kind: Any, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return kind([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}], lr=0.01, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adafactor, {}), (torch.optim.SGD, {})],
+)
+def test_state_on_the_host_makes_the_same_steps(kind: Any, options: dict[str, Any]) -> None:
+    plain = updated(lambda model: two_groups(kind, model, foreach=False, **options), blocks())
+    away = updated(lambda model: keep_state_on_host(two_groups(kind, model, foreach=False, **options)), blocks())
+    assert all(torch.equal(one, other) for one, other in zip(plain, away, strict=True))
+
+
+def test_one_parameter_is_on_the_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said = blocks(), []
+    optimizer = keep_state_on_host(torch.optim.AdamW(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    monkeypatch.setattr(host_state, "move", lambda state, device: said.append(len(optimizer.param_groups[0]["params"])))
+    optimizer.step(lambda: torch.tensor(1.0))
+    count = len(list(model.parameters()))
+    assert said == [1] * (2 * count) and len(optimizer.param_groups[0]["params"]) == count
+
+
+def test_a_step_that_fails_gives_the_groups_back() -> None:
+    model = blocks()
+    optimizer = keep_state_on_host(torch.optim.AdamW(model.parameters()))
+    optimizer.param_groups[0]["weight_decay"] = "no"
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.gpu
+def test_the_state_really_leaves_the_device() -> None:  # pragma: no cover - needs CUDA
+    model = blocks().cuda()
+    optimizer = keep_state_on_host(torch.optim.AdamW(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert {state["exp_avg"].device.type for state in optimizer.state.values()} == {"cpu"}
+
+
+def test_a_rung_makes_its_optimizer() -> None:
+    model = blocks()
+    given = dict(batch_size=64, memory="8GiB", optimizer=torch.optim.AdamW, device="cuda")
+    found = plan(model, nn.CrossEntropyLoss(), *rows(2), **given)
+    names = [rung.name for rung in found.rungs]
+    for name, kind in (
+        ("micro-batches", "plain"),
+        ("AdamW, foreach=False", "alone"),
+        ("optimizer state on the host", "away"),
+    ):
+        optimizer = replace(found, chosen=names.index(name)).optimizer()
+        assert isinstance(optimizer, torch.optim.AdamW)
+        assert (optimizer.param_groups[0]["foreach"] is False) == (kind != "plain")
+        assert ("step" in vars(optimizer)) == (kind == "away")
+    plain, away = (found.rungs[names.index(name)] for name in ("micro-batches", "optimizer state on the host"))
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert away.host_bytes == 2 * 4 * numbers and away.peak_bytes < plain.peak_bytes
+    assert not away.changes_numerics and away.relative_time > plain.relative_time
+    with pytest.raises(bigbatch.BigBatchError, match="without one"):
+        plan(model, nn.CrossEntropyLoss(), *rows(2), batch_size=64, memory="8GiB").optimizer()
 
 
 def test_offloading_costs_the_same_in_any_pieces() -> None:

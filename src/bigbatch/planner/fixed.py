@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from bigbatch.core.models import parameters_of
 from bigbatch.core.sums import is_low
 from bigbatch.planner.curves import course_of, on_device
+from bigbatch.planner.host_state import is_large
 from bigbatch.planner.ledger import GRADIENTS, Ledger, bytes_of_all
 from bigbatch.planner.stand_ins import stand_ins
 from bigbatch.planner.trace import Job
@@ -34,6 +35,7 @@ class Fixed:
         gathered: as they are added up between micro-batches: those of low precision in float32.
         state: the optimizer's.
         step: what the optimizer's step holds for itself.
+        host: what waits on the host between steps.
     """
 
     parameters: int
@@ -42,6 +44,7 @@ class Fixed:
     gathered: int
     state: int
     step: int
+    host: int = 0
 
     def to_dict(self) -> dict[str, int]:
         return {
@@ -57,13 +60,21 @@ def fixed_of(job: Job, options: Mapping[str, Any] | None = None) -> Fixed:
     parameters = parameters_of(job.inner)
     buffers = [buffer for module in job.inner for buffer in module._buffers.values() if buffer is not None]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    state, step = stepped(job, options or {}) if job.optimizer is not None else (0, 0)
+    state, step = (0, 0) if job.optimizer is None else stepped(job, options or {})[:2]
     gathered = sum(p.numel() * (4 if is_low(p) and p.grad_dtype == p.dtype else p.element_size()) for p in trained)
     return Fixed(bytes_of_all(parameters), bytes_of_all(buffers), bytes_of_all(trained), gathered, state, step)
 
 
-def stepped(job: Job, options: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of the optimizer's state after a step, and the most that a step holds beside it, both under fakes."""
+def on_host(job: Job, fixed: Fixed) -> Fixed:
+    """The same where the state waits on the host, and that of one parameter at a time comes back; see `host_state`."""
+    large = stepped(job, {"foreach": False})[2]
+    away = sum(large)
+    return replace(fixed, state=fixed.state - away, step=fixed.step + max(large, default=0), host=away)
+
+
+def stepped(job: Job, options: Mapping[str, Any]) -> tuple[int, int, list[int]]:
+    """Under fakes: bytes of the optimizer's state after a step, the most that a step holds beside it, and bytes of each
+    parameter's state without counters."""
     before = parameters_of(job.inner)
     mode, ledger = FakeTensorMode(allow_non_fake_inputs=True), Ledger()
     with stand_ins(job.inner, mode), mode:
@@ -78,9 +89,13 @@ def stepped(job: Job, options: Mapping[str, Any]) -> tuple[int, int]:
             optimizer.step()
             first = ledger.now
             optimizer.step()
-        state = [leaf for leaf in tree_leaves([list(held.values()) for held in optimizer.state.values()])]
-        size = bytes_of_all([leaf for leaf in state if isinstance(leaf, Tensor)])
-    return size, int(on_device(course_of(ledger))[first:].max()) - size
+        states = [
+            [leaf for leaf in tree_leaves(list(held.values())) if isinstance(leaf, Tensor)]
+            for held in optimizer.state.values()
+        ]
+        size = bytes_of_all([leaf for state in states for leaf in state])
+        large = [bytes_of_all([leaf for leaf in state if is_large(leaf)]) for state in states]
+    return size, int(on_device(course_of(ledger))[first:].max()) - size, large
 
 
 def optimizer_of(given: Any, before: Iterable[Tensor], fakes: Iterable[Tensor]) -> torch.optim.Optimizer:

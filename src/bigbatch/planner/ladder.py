@@ -154,7 +154,8 @@ def rung_of(step: Step, plain: Prediction, room: Room) -> Rung:
     way, own = step.prediction.way, step.prediction.flops
     extra = 0.0 if not plain.flops else 3 * (own / plain.flops - 1)  # a backward takes twice the forward
     times = math.ceil(room.batch_size / shown) if way.engine == "sequential" else 1  # others wait there all at once
-    copied = 2 * times * peak.host_bytes / LINK_BYTES_PER_S
+    away = step.prediction.fixed.host
+    copied = 2 * (times * (peak.host_bytes - away) + away) / LINK_BYTES_PER_S
     computed = room.batch_size * plain.flops / FLOPS_PER_S
     time = own / plain.flops + (copied / computed if room.on_cuda else 0.0) if plain.flops else None
     return Rung(

@@ -13,6 +13,7 @@ from torch import Tensor
 from bigbatch.core.batch_norm import by_batch
 from bigbatch.errors import OptionError
 from bigbatch.fit.budget import budget_bytes
+from bigbatch.planner.apply import Asked
 from bigbatch.planner.ladder import Room, Step, chosen_of, largest_count, rung_of, steps
 from bigbatch.planner.lengths import largest_length
 from bigbatch.planner.predict import device_of, job_of
@@ -99,7 +100,7 @@ def plan(
         largest_length=largest_length(job, at.prediction, room, scratch),
         how=at.prediction.how,
         course=course_of(at, room),
-        job=(model, loss_fn, {"reduction": reduction, "split": split}),
+        job=Asked(model, loss_fn, {"reduction": reduction, "split": split}, [step.variant.make for step in found]),
     )
 
 

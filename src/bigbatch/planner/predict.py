@@ -90,7 +90,7 @@ class Prediction:
         moments = [together(always, moment) for moment in (*window, step)]
         host = max(moment.get(HOST, 0.0) for moment in moments)
         worst = max(moments, key=on_device_bytes)
-        return Peak({kind: round(size) for kind, size in worst.items() if kind != HOST}, round(host))
+        return Peak({kind: round(size) for kind, size in worst.items() if kind != HOST}, round(host) + self.fixed.host)
 
     def _named(self, kinds: Kinds) -> Kinds:
         """Sums that are on their way to `.grad`, in one backward through all micro-batches, are gradients too."""

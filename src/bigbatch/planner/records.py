@@ -145,3 +145,9 @@ class Plan:
         from bigbatch.planner.apply import apply
 
         return apply(self)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that it takes, for the model's parameters, see `planner.apply`."""
+        from bigbatch.planner.apply import optimizer
+
+        return optimizer(self)

@@ -11,6 +11,7 @@ import torch
 
 from bigbatch.planner.plan import base_of
 from bigbatch.planner.predict import job_of, predicted
+from bigbatch.planner.scratch import Scratch
 from bigbatch.training.ways import Job, samples_of
 
 
@@ -30,7 +31,8 @@ def foreseen(job: Job, batch: tuple[Any, Any], autocast: torch.dtype | None) -> 
             there = job.activations if job.device.type == "cuda" or job.activations == "recompute" else "keep"
             way = replace(way, engine="lockstep" if way.engine == "lockstep" else "joined", activations=there)
             planned = replace(planned, rule=None)
-        prediction = predicted(planned, way)
+        # On the CPU a budget is counted tensor by tensor, without what operators take for themselves.
+        prediction = predicted(planned, way, scratch=Scratch(None) if job.device.type == "cpu" else None)
     except Exception:  # the first size is then found by trying one sample
         return None
     samples, fixed = samples_of(batch), prediction.fixed

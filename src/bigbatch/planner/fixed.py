@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.core.models import parameters_of
-from bigbatch.core.sums import is_low
+from bigbatch.core.sums import adds_up_low
 from bigbatch.planner.curves import course_of, on_device
 from bigbatch.planner.host_state import is_large
 from bigbatch.planner.ledger import GRADIENTS, Ledger, bytes_of_all
@@ -36,6 +36,7 @@ class Fixed:
         state: the optimizer's.
         step: what the optimizer's step holds for itself.
         host: what waits on the host between steps.
+        states: the optimizer's for each parameter, without counters.
     """
 
     parameters: int
@@ -45,6 +46,7 @@ class Fixed:
     state: int
     step: int
     host: int = 0
+    states: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, int]:
         return {
@@ -60,16 +62,16 @@ def fixed_of(job: Job, options: Mapping[str, Any] | None = None) -> Fixed:
     parameters = parameters_of(job.inner)
     buffers = [buffer for module in job.inner for buffer in module._buffers.values() if buffer is not None]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    state, step = (0, 0) if job.optimizer is None else stepped(job, options or {})[:2]
-    gathered = sum(p.numel() * (4 if is_low(p) and p.grad_dtype == p.dtype else p.element_size()) for p in trained)
-    return Fixed(bytes_of_all(parameters), bytes_of_all(buffers), bytes_of_all(trained), gathered, state, step)
+    state, step, states = (0, 0, []) if job.optimizer is None else stepped(job, options or {})
+    gathered = sum(p.numel() * (4 if adds_up_low(p) else p.element_size()) for p in trained)
+    weights = bytes_of_all(parameters), bytes_of_all(buffers), bytes_of_all(trained)
+    return Fixed(*weights, gathered, state, step, states=tuple(states))
 
 
-def on_host(job: Job, fixed: Fixed) -> Fixed:
+def on_host(fixed: Fixed) -> Fixed:
     """The same where the state waits on the host, and that of one parameter at a time comes back; see `host_state`."""
-    large = stepped(job, {"foreach": False})[2]
-    away = sum(large)
-    return replace(fixed, state=fixed.state - away, step=fixed.step + max(large, default=0), host=away)
+    away, largest = sum(fixed.states), max(fixed.states, default=0)
+    return replace(fixed, state=fixed.state - away, step=fixed.step + largest, host=away)
 
 
 def stepped(job: Job, options: Mapping[str, Any]) -> tuple[int, int, list[int]]:

@@ -60,7 +60,7 @@ def variants(job: Job, on_cuda: bool) -> list[Variant]:
         found.append(Variant(f"{name}, foreach=False", f"{name}(..., foreach=False)", alone, make))
     if on_cuda and alone.state > alone.parameters / 2:
         make = partial(made, job.optimizer, parameters, {"foreach": False} if together else {}, away=True)
-        away = on_host(job, alone)
+        away = on_host(alone)
         found.append(Variant("optimizer state on the host", f"{name} with its state on the host", away, make))
     if given.state > given.parameters / 2 and name != "Adafactor":
         lean = fixed_of(replace(job, optimizer=torch.optim.Adafactor), {"foreach": False})

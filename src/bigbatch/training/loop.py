@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bigbatch.planner.plan import AUTOCAST
 from bigbatch.recipes.extras import require
 from bigbatch.terms import Recipe, table
 from bigbatch.training.budget import budget_of
@@ -19,7 +20,7 @@ from bigbatch.training.log import Record, Update, recorded
 from bigbatch.training.memory import peak_bytes_of
 from bigbatch.training.proof import Proof, prove
 from bigbatch.training.settings import Settings
-from bigbatch.training.setup import AUTOCAST, Parts, accelerator_for, first_and_last, pair, prepared
+from bigbatch.training.setup import Parts, accelerator_for, first_and_last, pair, prepared
 from bigbatch.training.trial import Trial
 from bigbatch.training.ways import Job, job_of, samples_of
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, default_collate
 
 from bigbatch.errors import ModelError, OptionError, RecipeError
+from bigbatch.planner.plan import AUTOCAST
 from bigbatch.terms import Recipe
 from bigbatch.training.foreseen import foreseen
 from bigbatch.training.ours import Ours, by_bigbatch
 from bigbatch.training.settings import Settings
 from bigbatch.training.ways import Job, named_parameters
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 MIXED = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
